@@ -1,0 +1,131 @@
+"""Which pairs survive: top-K inside a head, across a layer's heads, or across all layers and heads."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+Allocation = Literal["uniform", "head", "global"]
+ALLOCATIONS: tuple[str, ...] = get_args(Allocation)
+
+
+def keep_top_k(scores: torch.Tensor, k: list[int]) -> torch.Tensor:
+    """The k largest scores of each row; among equal scores the earlier column wins.
+
+    Args:
+        scores: `(rows, n)`, float; -inf marks entries that cannot be kept, +inf entries that must be.
+        k: one count a row. A row with fewer finite or +inf entries keeps them all.
+
+    Returns:
+        `(rows, n)`, bool.
+    """
+    rows, n = scores.shape
+    keep = torch.zeros_like(scores, dtype=torch.bool)
+    candidates = scores > -math.inf
+    for row in range(rows):
+        count = min(k[row], n)
+        if count <= 0:
+            continue
+        if count == n:
+            keep[row] = candidates[row]
+            continue
+        threshold = torch.topk(scores[row], count, sorted=False).values.min()
+        above = scores[row] > threshold
+        level = scores[row] == threshold
+        room = count - above.sum()
+        keep[row] = (above | (level & (level.cumsum(0) <= room))) & candidates[row]
+    return keep
+
+
+def keep_top_k_reference(scores: torch.Tensor, k: list[int]) -> torch.Tensor:
+    """`keep_top_k`, one Python sort a row: highest score first, then lowest column."""
+    keep = torch.zeros_like(scores, dtype=torch.bool)
+    for row, values in enumerate(scores.tolist()):
+        order = sorted((-value, column) for column, value in enumerate(values) if value > -math.inf)
+        for _, column in order[: k[row]]:
+            keep[row, column] = True
+    return keep
+
+
+@dataclass
+class Candidates:
+    """Pairs of one layer that compete for the budget.
+
+    Attributes:
+        scores: `(slots,)`, float32; +inf for pairs that must stay, -inf for slots that hold none.
+        rows: first and end slot of each row; inside a row, heads lie side by side.
+    """
+
+    scores: torch.Tensor
+    rows: list[tuple[int, int]]
+
+
+def select(
+    candidates: list[Candidates], budgets: list[int], heads: int, layers: int, allocation: Allocation
+) -> list[torch.Tensor]:
+    """Which pairs stay.
+
+    Args:
+        candidates: one or more layers; with "global" they compete with each other, and all `layers` of the model
+            share the budget, so a later call with more of them can only take pairs away.
+        budgets: for each row, the pairs to keep per layer and head on average.
+        heads: key-value heads of a layer.
+        layers: pruned layers of the model.
+        allocation: see `PrunedCache`.
+
+    Returns:
+        For each layer, `(slots,)`, bool.
+    """
+    keeps = [torch.zeros_like(layer.scores, dtype=torch.bool) for layer in candidates]
+    for row, budget in enumerate(budgets):
+        spans = [slice(*layer.rows[row]) for layer in candidates]
+        if allocation == "global":
+            device = candidates[0].scores.device
+            parts = [layer.scores[span].to(device) for layer, span in zip(candidates, spans, strict=True)]
+            kept = keep_top_k(torch.cat(parts)[None], [budget * heads * layers])[0]
+            for keep, span, part in zip(keeps, spans, kept.split([len(part) for part in parts]), strict=True):
+                keep[span] = part.to(keep.device)
+            continue
+        for layer, keep, span in zip(candidates, keeps, spans, strict=True):
+            if allocation == "head":
+                keep[span] = keep_top_k(layer.scores[span][None], [budget * heads])[0]
+            else:  # all heads of a row hold equally many pairs, so its slots form a rectangle
+                keep[span] = keep_top_k(layer.scores[span].view(heads, -1), [budget] * heads).view(-1)
+    return keeps
+
+
+def check_budget(
+    budget: int | None, retention_ratio: float | None, sink_tokens: int, recent_tokens: int | None
+) -> None:
+    """Refuse a budget that cannot be honoured.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: neither or both of `budget` and `retention_ratio`; a budget below 1; a ratio outside (0, 1];
+            negative sinks or recent tokens; sinks and recent tokens that leave no room in the budget.
+    """
+    if (budget is None) == (retention_ratio is None):
+        raise ValueError(
+            f"Give exactly one of budget (tokens a layer) and retention_ratio, got budget={budget!r}, "
+            f"retention_ratio={retention_ratio!r}."
+        )
+    for name, value in (("budget", budget), ("sink_tokens", sink_tokens), ("recent_tokens", recent_tokens)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name} must be a whole number of tokens, got {value!r}.")
+    if budget is not None and budget <= 0:
+        raise ValueError(f"budget must be at least 1 token, got {budget}.")
+    if retention_ratio is not None:
+        if isinstance(retention_ratio, bool) or not isinstance(retention_ratio, (int, float)):
+            raise TypeError(f"retention_ratio must be a number in (0, 1], got {retention_ratio!r}.")
+        if not 0.0 < retention_ratio <= 1.0:
+            raise ValueError(f"retention_ratio must lie in (0, 1], got {retention_ratio}.")
+    if sink_tokens < 0:
+        raise ValueError(f"sink_tokens must not be negative, got {sink_tokens}.")
+    if recent_tokens is not None and recent_tokens < 1:
+        raise ValueError(f"recent_tokens must be at least 1 (the newest token is always kept), got {recent_tokens}.")
+    if budget is not None and sink_tokens + (recent_tokens or 1) > budget:
+        raise ValueError(
+            f"sink_tokens={sink_tokens} and recent_tokens={recent_tokens or 1} do not fit in budget={budget}: "
+            f"raise the budget to at least {sink_tokens + (recent_tokens or 1)}, or lower them."
+        )

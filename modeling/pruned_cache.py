@@ -1,0 +1,635 @@
+"""`PrunedCache`: a key-value cache that keeps the pairs its policy scores highest, within a budget.
+
+What it stores: of every layer with full attention, the kept pairs of each row and key-value head in flat buffers
+(`ragged_layer`), `2 * head dim` numbers and 8 bytes a pair, plus `eviction_interval` spare places a head. Heads and
+layers may hold different numbers of pairs, and what is evicted is freed. Sliding-window layers of hybrid models are
+left to transformers' own layer, which holds the window and no more.
+
+When it evicts: after each layer's attention of a forward pass over several tokens (prefill, or a further turn), so a
+prefill never holds more than what is kept and one layer's states; and during decode whenever `eviction_interval`
+tokens have been added since the last eviction, so that bytes and time a step are bounded however many tokens are seen.
+
+Positions stay true: `get_seq_length()` is the number of tokens seen, kept keys keep their rotary positions, and masks
+compare positions in the sequence, never places in the cache.
+
+A policy subclasses this and gives one method, `score`.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from .attention_dispatch import AttentionCall, AttentionOutput
+from .budgets import ALLOCATIONS, Allocation, Candidates, check_budget, select
+from .context_file import read_context, write_context
+from .new_token_padding import new_tokens_valid
+from .prunable_models import attention_types, refuse_unsupported, text_config
+from .ragged_attention import ragged_attention
+from .ragged_layer import RaggedLayer
+
+# Share of the budget that goes to the newest tokens unless the user says otherwise.
+RECENT_SHARE = 0.25
+# Earlier layers are trimmed again once they hold this much more than the whole budget (each trim copies them).
+TRIM_SLACK = 0.03
+
+
+@dataclass
+class TokenStates:
+    """What a policy may look at when it scores tokens of one layer.
+
+    Attributes:
+        layer_idx: the layer.
+        keys: `(batch, heads, n, head dim)`, as cached: rotated at `positions`.
+        values: `(batch, heads, n, value dim)`.
+        positions: `(batch, n)`, int64, rotary positions.
+        real: `(batch, n)`, bool, False where an entry only fills up a shorter row; None when all are real.
+        seen: tokens seen so far, these included.
+    """
+
+    layer_idx: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    real: torch.Tensor | None
+    seen: int
+
+
+@dataclass
+class CacheSnapshot:
+    """A cache's contents at one moment, independent of the cache; see `PrunedCache.snapshot`."""
+
+    layers: list[Any]
+    row_budgets: list[int] | None
+
+
+class PrunedCache(Cache):
+    """Base of the pruning policies; pass an instance as `past_key_values=` to `generate` or to a forward pass.
+
+    Args:
+        model_or_config: the model the cache is for, or that model's own configuration object (not a copy).
+        budget: pairs to keep, a layer and key-value head on average.
+        retention_ratio: in place of `budget`: the share of the tokens seen at the end of the last prefill, in (0, 1].
+        sink_tokens: first tokens of each row, always kept.
+        recent_tokens: newest tokens of each row, always kept; a quarter of the budget by default. Sinks and recent
+            tokens count towards the budget.
+        allocation: where pairs compete: "uniform" inside each head, "head" across the heads of a layer, "global"
+            across all layers and heads. Default: the policy's own.
+        eviction_interval: tokens that decode may add before it evicts down to the budget again.
+        offloading: keep every layer on the CPU except while it is used.
+
+    Raises:
+        TypeError, ValueError: see `budgets.check_budget`; also a model whose cache cannot be pruned.
+    """
+
+    default_allocation: Allocation = "uniform"
+    is_compileable = False  # type: ignore[assignment]  # lengths change from step to step
+
+    def __init__(
+        self,
+        model_or_config: nn.Module | PreTrainedConfig,
+        *,
+        budget: int | None = None,
+        retention_ratio: float | None = None,
+        sink_tokens: int = 4,
+        recent_tokens: int | None = None,
+        allocation: Allocation | None = None,
+        eviction_interval: int = 64,
+        offloading: bool = False,
+    ) -> None:
+        check_budget(budget, retention_ratio, sink_tokens, recent_tokens)
+        allocation = self.default_allocation if allocation is None else allocation
+        if allocation not in ALLOCATIONS:
+            raise ValueError(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {allocation!r}.")
+        if isinstance(eviction_interval, bool) or not isinstance(eviction_interval, int) or eviction_interval < 1:
+            raise ValueError(f"eviction_interval must be a whole number of at least 1, got {eviction_interval!r}.")
+        self.config = text_config(model_or_config)
+        self.budget, self.retention_ratio = budget, retention_ratio
+        self.sink_tokens, self.recent_tokens = sink_tokens, recent_tokens
+        self.allocation: Allocation = allocation
+        self.eviction_interval = eviction_interval
+        self.offload_layers = offloading
+        self._held = False
+        self._recording = False
+        self._row_budgets: list[int] | None = None
+        self._mask_memo: tuple[Any, torch.Tensor | None] | None = None
+        super().__init__(layers=self._make_layers())
+
+    # -- the policy -------------------------------------------------------------------------------------------------
+
+    def score(self, states: TokenStates) -> torch.Tensor:
+        """Importance of tokens, higher is kept longer; each token is scored once.
+
+        Returns:
+            `(batch, heads, n)`, finite, comparable across whatever `allocation` lets compete.
+        """
+        raise TypeError(f"{type(self).__name__} is a base class without a policy; use one of its subclasses.")
+
+    def recent_of(self, budget: int) -> int:
+        """Newest tokens to protect in a row that may keep `budget`."""
+        wanted = self.recent_tokens if self.recent_tokens is not None else max(1, int(budget * RECENT_SHARE))
+        return max(1, min(wanted, budget - self.sink_tokens))
+
+    def after_eviction(self, layer: RaggedLayer) -> None:
+        """Called when a layer's pairs have been evicted; for policies that change kept pairs."""
+
+    # -- what it holds ----------------------------------------------------------------------------------------------
+
+    @property
+    def ragged_layers(self) -> list[RaggedLayer]:
+        """The layers that are pruned."""
+        return [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors the cache holds, bookkeeping and spare places included."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in _all_tensors(self.layers))
+
+    def kept_pairs(self) -> int:
+        """Key-value pairs held, over rows, layers and key-value heads (sliding layers included)."""
+        total = 0
+        for layer in self.layers:
+            if isinstance(layer, RaggedLayer):
+                total += 0 if layer.store is None else layer.store.kept
+            elif layer.is_initialized:
+                total += math.prod(layer.keys.shape[:3])
+        return total
+
+    def kept_columns(self, layer_idx: int, row: int = 0) -> list[list[int]]:
+        """Per key-value head, the kept tokens' indices in the row's sequence (padding counted), ascending."""
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, RaggedLayer) or layer.store is None:
+            raise ValueError(f"Layer {layer_idx} holds no pruned pairs.")
+        pairs, heads = layer.store.pairs, layer.store.heads
+        segments = range(row * heads, (row + 1) * heads)
+        starts, lengths = pairs.starts.tolist(), pairs.host_lengths.tolist()
+        return [pairs.columns[starts[s] : starts[s] + lengths[s]].tolist() for s in segments]
+
+    def __repr__(self) -> str:
+        size = f"budget={self.budget}" if self.budget is not None else f"retention_ratio={self.retention_ratio}"
+        return f"{type(self).__name__}({size}, seen={self.get_seq_length()}, kept_pairs={self.kept_pairs()})"
+
+    # -- attention --------------------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RaggedLayer.update`. Layers that are not pruned behave as in transformers."""
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def attend(self, layer: RaggedLayer, call: AttentionCall) -> AttentionOutput:
+        """Attention of one layer's new tokens over what is kept and themselves; then eviction where it is due."""
+        refuse_unsupported(call)
+        assert layer.store is not None
+        batch, _, n, _ = call.keys.shape
+        first_layer, last_layer = self._ends()
+        if self.offload_layers:
+            layer.prefetch()
+        valid = self._validity(call.mask, batch, n)
+        positions = self._rotary_positions(layer, call.position_ids, valid, batch, n)
+        prefill = n > 1
+        holding = self._held or self._recording
+        if prefill and layer is first_layer and not holding:
+            self._set_row_budgets(_added(layer.store.real_tokens, valid, n))
+        first_column, layer.seen = layer.seen, layer.seen + n
+        with torch.no_grad():
+            keys, values = call.keys.detach(), call.values.detach()
+            if first_column == 0:
+                output = call.stock(call.keys, call.values, call.mask)
+                if prefill and not holding and self._over_budget(_added(layer.store.real_tokens, valid, n)):
+                    self._evict_arrivals(layer, keys, values, 0, positions, valid)
+                else:
+                    layer.store.append(keys, values, 0, positions, valid, self._spare(n))
+            else:
+                layer.store.append(keys, values, first_column, positions, valid, self._spare(layer.store.kept))
+                output = self._attend_stored(layer, call, valid, first_column)
+                if prefill and not holding and self._over_budget(layer.store.real_tokens):
+                    self._evict(layer)
+            if layer is last_layer and not prefill and not holding:
+                self._evict_when_due(layer)
+        if self.offload_layers:
+            layer.offload()
+        return output
+
+    def _attend_stored(
+        self, layer: RaggedLayer, call: AttentionCall, valid: torch.Tensor | None, first_column: int
+    ) -> AttentionOutput:
+        assert layer.store is not None
+        store, n = layer.store, call.query.shape[2]
+        even = store.uniform_length
+        if even is not None and valid is None and not layer.extra:
+            if not layer.evicted and even == layer.seen:
+                return call.stock(*store.dense(), call.mask)
+            if n == 1 and layer.window is None:
+                return call.stock(*store.dense(), None)
+        columns = torch.arange(first_column, first_column + n, device=call.query.device, dtype=torch.int32)
+        return (
+            ragged_attention(call.query, store.pairs, call.scaling, columns, layer.window, tail=valid is None),
+            None,
+        )
+
+    def _validity(self, mask: Any, batch: int, n: int) -> torch.Tensor | None:
+        """`(batch, n)`, bool: which new tokens are real; None when all are. Read off the model's own mask."""
+        if mask is None:
+            return None
+        # All layers of a forward pass share the mask; reading it costs a synchronisation on a GPU.
+        if self._mask_memo is None or self._mask_memo[0] is not mask:
+            self._mask_memo = (mask, new_tokens_valid(mask, batch, n))
+        return self._mask_memo[1]
+
+    def _rotary_positions(
+        self, layer: RaggedLayer, position_ids: torch.Tensor | None, valid: torch.Tensor | None, batch: int, n: int
+    ) -> torch.Tensor:
+        """`(batch, n)`, int64: what the model says, or the count of real tokens before."""
+        assert layer.store is not None and layer.device is not None
+        if position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == n:
+            return position_ids.to(layer.device).long().expand(batch, n)
+        before = torch.tensor(layer.store.real_tokens, device=layer.device)[:, None]
+        steps = torch.arange(n, device=layer.device).expand(batch, n) if valid is None else valid.cumsum(1) - 1
+        return (before + steps).clamp(min=0)
+
+    # -- eviction ---------------------------------------------------------------------------------------------------
+
+    def compress(self) -> None:
+        """Evict down to the budget now, in all layers; nothing happens where the budget is not exceeded."""
+        layers = [layer for layer in self.ragged_layers if layer.store is not None and layer.seen > 0]
+        if not layers:
+            return
+        assert layers[0].store is not None
+        self._set_row_budgets(layers[0].store.real_tokens)
+        self._evict_all(layers)
+
+    @contextmanager
+    def hold_eviction(self) -> Iterator[None]:
+        """Inside, nothing is evicted; at the end the cache is compressed once.
+
+        A prompt prefilled in chunks inside this context ends exactly as if prefilled at once (and needs as much
+        memory as a full cache until then). Outside, every chunk is evicted as it comes, and later chunks see what
+        earlier ones left.
+        """
+        if self._held:
+            raise RuntimeError("hold_eviction() is already active on this cache.")
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        self.compress()
+
+    def ingest(self, full_cache: Cache, attention_mask: torch.Tensor | None = None) -> "PrunedCache":
+        """Take over a prompt prefilled with a full `DynamicCache`, evicting as a prefill with this cache would.
+
+        Args:
+            full_cache: a cache of the same model with one or more tokens seen; it is left as it is.
+            attention_mask: `(batch, tokens seen)`, 1 for tokens and 0 for padding, if the prompt was padded.
+
+        Returns:
+            This cache.
+        """
+        if self.get_seq_length() > 0:
+            raise ValueError("ingest() needs an empty cache; call reset() first.")
+        if len(full_cache.layers) != len(self.layers) or full_cache.get_seq_length() == 0:
+            raise ValueError(
+                f"Expected a filled cache of {len(self.layers)} layers, got {len(full_cache.layers)} layers and "
+                f"{full_cache.get_seq_length()} tokens seen."
+            )
+        for layer, source in zip(self.layers, full_cache.layers, strict=True):
+            if not isinstance(layer, RaggedLayer):
+                _copy_stock_layer(source, layer)
+                continue
+            keys, values = source.keys, source.values
+            n, seen = keys.shape[2], full_cache.get_seq_length()
+            layer.lazy_initialization(keys, values)
+            assert layer.store is not None
+            valid = None
+            if attention_mask is not None and not bool(attention_mask.all()):
+                valid = attention_mask[:, -n:].to(keys.device).bool()
+            steps = torch.arange(seen - n, seen, device=keys.device).expand(keys.shape[0], n)
+            positions = steps
+            if valid is not None:
+                whole = attention_mask.to(keys.device).long()  # type: ignore[union-attr]
+                positions = (whole.cumsum(1) - 1).clamp(min=0)[:, -n:]
+            tokens = _added(layer.store.real_tokens, valid, n)
+            if layer is self._ends()[0]:
+                self._set_row_budgets(tokens)
+            layer.seen = seen
+            if self._over_budget(tokens):
+                self._evict_arrivals(layer, keys, values, seen - n, positions, valid)
+            else:
+                layer.store.append(keys, values, seen - n, positions, valid, self._spare(n))
+        return self
+
+    def _ends(self) -> tuple[RaggedLayer, RaggedLayer]:
+        layers = self.ragged_layers
+        return layers[0], layers[-1]
+
+    def _spare(self, pairs: int) -> int:
+        """Free places to leave a head that has not been evicted yet."""
+        return max(self.eviction_interval, pairs // 8 if self._row_budgets is None else 0)
+
+    def _set_row_budgets(self, real_tokens: list[int]) -> None:
+        if self.budget is not None:
+            self._row_budgets = [self.budget] * len(real_tokens)
+        else:
+            assert self.retention_ratio is not None
+            # A ratio of a short row must still leave room for the sinks and one token.
+            floor = self.sink_tokens + 1
+            self._row_budgets = [max(math.ceil(self.retention_ratio * tokens), floor) for tokens in real_tokens]
+
+    def _over_budget(self, real_tokens: list[int]) -> bool:
+        if self._row_budgets is None:
+            self._set_row_budgets(real_tokens)
+        assert self._row_budgets is not None
+        return any(tokens > budget for tokens, budget in zip(real_tokens, self._row_budgets, strict=True))
+
+    def _evict_when_due(self, layer: RaggedLayer) -> None:
+        """During decode: evict once `eviction_interval` tokens have come and the budget is exceeded."""
+        assert layer.store is not None
+        if layer.store.pending_tokens() >= self.eviction_interval and self._over_budget(layer.store.real_tokens):
+            self._evict_all(self.ragged_layers)
+
+    def _evict_all(self, layers: list[RaggedLayer]) -> None:
+        with torch.no_grad():
+            if not self._over_budget(layers[0].store.real_tokens):  # type: ignore[union-attr]
+                return
+            candidates = []
+            for layer in layers:
+                if self.offload_layers:
+                    layer.prefetch()
+                self._score_pending(layer)
+                candidates.append(self._candidates(layer))
+            for layer, keep in zip(layers, self._select(candidates), strict=True):
+                self._keep(layer, keep)
+                if self.offload_layers:
+                    layer.offload()
+
+    def _evict(self, layer: RaggedLayer) -> None:
+        """Evict one layer that already held pairs, and trim the layers before it where they compete with it."""
+        self._score_pending(layer)
+        rivals = self._rivals(layer)
+        *earlier, own = self._select([*(self._candidates(rival) for rival in rivals), self._candidates(layer)])
+        self._keep(layer, own)
+        self._trim(layer, rivals, earlier)
+
+    def _evict_arrivals(
+        self,
+        layer: RaggedLayer,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        first_column: int,
+        positions: torch.Tensor,
+        valid: torch.Tensor | None,
+    ) -> None:
+        """First prefill: store only what survives, straight from the model's states."""
+        assert layer.store is not None
+        scores = self._checked_score(TokenStates(layer.layer_idx, keys, values, positions, valid, layer.seen))
+        recent = [self.recent_of(budget) for budget in self._budgets()]
+        arrivals = layer.arriving_candidates(scores, first_column, valid, self.sink_tokens, recent)
+        rivals = self._rivals(layer)
+        *earlier, keep = self._select([*(self._candidates(rival) for rival in rivals), arrivals])
+        layer.store.fill(
+            keys, values, scores, keep.view(scores.shape), first_column, positions, valid, self.eviction_interval
+        )
+        layer.evicted = True
+        self.after_eviction(layer)
+        self._trim(layer, rivals, earlier)
+
+    def _rivals(self, layer: RaggedLayer) -> list[RaggedLayer]:
+        """Layers before this one that compete with it for the budget."""
+        if self.allocation != "global":
+            return []
+        layers = self.ragged_layers
+        return layers[: layers.index(layer)]
+
+    def _trim(self, layer: RaggedLayer, rivals: list[RaggedLayer], keeps: list[torch.Tensor]) -> None:
+        """Let earlier layers give up what the later one outbid.
+
+        The best of all layers so far contain the best of all layers, so trimming at any time is exact. It is put off
+        while the surplus is small, because it copies what stays.
+        """
+        if not rivals:
+            return
+        held = sum(rival.store.kept for rival in [*rivals, layer])  # type: ignore[union-attr]
+        allowed = sum(self._budgets()) * self._competing_heads(layer)
+        if layer is self._ends()[1] or held > allowed * (1.0 + TRIM_SLACK):
+            for rival, keep in zip(rivals, keeps, strict=True):
+                self._keep(rival, keep)
+
+    def _keep(self, layer: RaggedLayer, keep: torch.Tensor) -> None:
+        assert layer.store is not None
+        layer.store.keep(keep.to(layer.store.scores.device), self.eviction_interval)
+        layer.evicted = True
+        self.after_eviction(layer)
+
+    def _budgets(self) -> list[int]:
+        assert self._row_budgets is not None
+        return self._row_budgets
+
+    def _competing_heads(self, layer: RaggedLayer) -> int:
+        assert layer.store is not None
+        return len(self.ragged_layers) * layer.store.heads
+
+    def _score_pending(self, layer: RaggedLayer) -> None:
+        """Give the pairs that came since the last eviction their scores."""
+        assert layer.store is not None
+        store = layer.store
+        if store.pending_tokens() == 0:
+            return
+        slots, keys, values, positions, real = store.pending_states()
+        scores = self._checked_score(TokenStates(layer.layer_idx, keys, values, positions, real, layer.seen))
+        chosen = real[:, None].expand_as(scores)
+        store.scores[slots[chosen]] = scores[chosen]
+        store.pending.clear()
+
+    def _checked_score(self, states: TokenStates) -> torch.Tensor:
+        scores = self.score(states).float()
+        expected = states.keys.shape[:3]
+        if scores.shape != expected:
+            raise ValueError(
+                f"{type(self).__name__}.score gave shape {tuple(scores.shape)} in layer {states.layer_idx}, "
+                f"expected {tuple(expected)} (batch, key-value heads, tokens)."
+            )
+        if not bool(torch.isfinite(scores).all()):
+            raise ValueError(
+                f"{type(self).__name__}.score gave values that are not finite in layer {states.layer_idx}: a key, a "
+                "value or the policy's own parameters hold NaN or infinity."
+            )
+        return scores
+
+    def _candidates(self, layer: RaggedLayer) -> Candidates:
+        return layer.candidates(self.sink_tokens, [self.recent_of(budget) for budget in self._budgets()])
+
+    def _select(self, candidates: list[Candidates]) -> list[torch.Tensor]:
+        """Which candidates stay, one flat mask a layer, by `allocation`."""
+        store = self.ragged_layers[0].store
+        assert store is not None
+        return select(candidates, self._budgets(), store.heads, len(self.ragged_layers), self.allocation)
+
+    # -- rolling back, copies, files --------------------------------------------------------------------------------
+
+    def activate_past_recording(self) -> None:
+        """From now on evict in `crop` instead of in the forward pass, so that assisted decoding can roll back."""
+        self._recording = True
+        super().activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens, `-n` for n of them; see `RaggedLayer.crop`.
+
+        Raises:
+            ValueError: they took part in an eviction.
+        """
+        super().crop(tokens_to_remove)
+        layers = [layer for layer in self.ragged_layers if layer.store is not None]
+        if self._recording and not self._held and layers:
+            if self._row_budgets is None:
+                self._set_row_budgets(layers[0].store.real_tokens)  # type: ignore[union-attr]
+            self._evict_when_due(layers[-1])
+
+    def reset(self) -> None:
+        """Empty the cache; its settings stay."""
+        self.layers = self._make_layers()
+        self._row_budgets = self._mask_memo = None
+        self._held = self._recording = False
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self._row_budgets is not None:
+            self._row_budgets = [budget for budget in self._row_budgets for _ in range(repeats)]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self._row_budgets is not None:
+            rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+            self._row_budgets = [self._row_budgets[row] for row in rows.tolist()]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self._row_budgets is not None:
+            self._row_budgets = [self._row_budgets[row] for row in beam_idx.tolist()]
+
+    def snapshot(self) -> CacheSnapshot:
+        """A copy of the contents, to come back to with `restore`; costs as many bytes as the cache holds."""
+        return CacheSnapshot([_copy_layer_state(layer) for layer in self.layers], _copy_list(self._row_budgets))
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        """Put the contents back as they were when `snapshot` was taken; the snapshot can be used again."""
+        if len(snapshot.layers) != len(self.layers):
+            raise ValueError(
+                f"The snapshot has {len(snapshot.layers)} layers, this cache {len(self.layers)}: "
+                "it was taken from another model's cache."
+            )
+        for layer, state in zip(self.layers, snapshot.layers, strict=True):
+            _put_layer_state(layer, state)
+        self._row_budgets, self._mask_memo = _copy_list(snapshot.row_budgets), None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PrunedCache":
+        twin = self.__class__.__new__(self.__class__)
+        # Settings, and a policy's own parameters, are shared: only the contents are copied.
+        twin.__dict__.update(self.__dict__)
+        memo[id(self)] = twin
+        twin.layers = twin._make_layers()
+        twin._mask_memo = None
+        twin.restore(self.snapshot())
+        return twin
+
+    def settings(self) -> dict[str, Any]:
+        """Constructor arguments that make an equal, empty cache (a policy adds its own)."""
+        return {
+            "budget": self.budget,
+            "retention_ratio": self.retention_ratio,
+            "sink_tokens": self.sink_tokens,
+            "recent_tokens": self.recent_tokens,
+            "allocation": self.allocation,
+            "eviction_interval": self.eviction_interval,
+        }
+
+    def save_context(self, path: str | Path) -> None:
+        """Write the compressed context to one safetensors file, to be loaded in another process.
+
+        The file is written beside and renamed.
+        """
+        if self.get_seq_length() == 0:
+            raise ValueError("The cache is empty: there is no context to save.")
+        write_context(Path(path), self)
+
+    @classmethod
+    def load_context(
+        cls, path: str | Path, model_or_config: nn.Module | PreTrainedConfig, **options: Any
+    ) -> "PrunedCache":
+        """A cache with the contents of a file written by `save_context`.
+
+        Args:
+            path: the file.
+            model_or_config: the same model, or another of the same shape.
+            options: constructor arguments in place of the saved ones (a policy's prototypes, for instance).
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: not such a file, another policy's, or another model's.
+        """
+        return read_context(Path(path), cls, model_or_config, options)
+
+    def _make_layers(self) -> list[Any]:
+        types = attention_types(self.config)
+        window = getattr(self.config, "sliding_window", None)
+        hybrid = "full_attention" in types
+        layers: list[Any] = []
+        for layer_idx, kind in enumerate(types):
+            if kind == "full_attention":
+                layers.append(RaggedLayer(self, layer_idx, None))
+            elif hybrid:
+                layers.append(DynamicSlidingWindowLayer(sliding_window=window))
+            else:
+                layers.append(RaggedLayer(self, layer_idx, window))
+        return layers
+
+
+def _added(real_tokens: list[int], valid: torch.Tensor | None, n: int) -> list[int]:
+    counts = [n] * len(real_tokens) if valid is None else valid.sum(1).tolist()
+    return [a + b for a, b in zip(real_tokens, counts, strict=True)]
+
+
+def _copy_list(values: list[int] | None) -> list[int] | None:
+    return None if values is None else list(values)
+
+
+def _all_tensors(layers: list[Any]) -> Iterator[torch.Tensor]:
+    for layer in layers:
+        if isinstance(layer, RaggedLayer):
+            yield from layer.tensors()
+        elif layer.is_initialized:
+            yield from (layer.keys, layer.values)
+
+
+def _copy_layer_state(layer: Any) -> Any:
+    if isinstance(layer, RaggedLayer):
+        store = None if layer.store is None else layer.store.clone()
+        extra = {name: tensor.clone() for name, tensor in layer.extra.items()}
+        return store, layer.seen, layer.evicted, extra, layer.device
+    if not layer.is_initialized:
+        return None
+    return layer.keys.clone(), layer.values.clone(), layer.cumulative_length
+
+
+def _put_layer_state(layer: Any, state: Any) -> None:
+    if isinstance(layer, RaggedLayer):
+        store, layer.seen, layer.evicted, extra, layer.device = state
+        layer.store = None if store is None else store.clone()
+        layer.extra = {name: tensor.clone() for name, tensor in extra.items()}
+        layer.is_initialized = store is not None
+    elif state is None:
+        layer.reset()
+    else:
+        if not layer.is_initialized:
+            layer.lazy_initialization(state[0], state[1])
+        layer.keys, layer.values, layer.cumulative_length = state[0].clone(), state[1].clone(), state[2]
+
+
+def _copy_stock_layer(source: Any, target: Any) -> None:
+    _put_layer_state(target, _copy_layer_state(source))

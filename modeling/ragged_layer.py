@@ -1,0 +1,186 @@
+"""One layer of a `PrunedCache`: transformers' cache-layer interface over a `RaggedStore`."""
+
+import math
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .attention_dispatch import AttentionCall, AttentionOutput, CacheHandle, take_over
+from .budgets import Candidates
+from .ragged_store import RaggedStore
+
+if TYPE_CHECKING:
+    from .pruned_cache import PrunedCache
+
+
+class RaggedLayer(CacheLayerMixin):
+    """One layer of a `PrunedCache`; it attends over its own pairs through `attention_dispatch`."""
+
+    is_croppable = True
+
+    def __init__(self, cache: "PrunedCache", layer_idx: int, window: int | None) -> None:
+        super().__init__()
+        # A strong reference would close a cycle, and the memory would wait for the garbage collector.
+        self._cache = weakref.ref(cache)
+        self.layer_idx = layer_idx
+        self.window = window
+        self.is_sliding = window is not None
+        self.store: RaggedStore | None = None
+        self.seen = 0
+        self.evicted = False
+        self.device: torch.device | None = None
+        # Further tensors of a policy, `(batch, …)`: they follow the rows wherever the pairs go.
+        self.extra: dict[str, torch.Tensor] = {}
+
+    @property
+    def cache(self) -> "PrunedCache":
+        cache = self._cache()
+        if cache is None:
+            raise RuntimeError("This layer's cache is gone; keep a reference to the cache, not to its layers.")
+        return cache
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.store is None else self.store.batch
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        batch, heads = key_states.shape[:2]
+        self.store = RaggedStore.empty(batch, heads, key_states, value_states)
+        self.device = key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[CacheHandle, CacheHandle]:
+        """Announce new states; they are stored by `attend`, when the attention call arrives.
+
+        Returns:
+            Handles that stand for this layer's keys and values in the model's attention layer.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.store is not None
+        if key_states.shape[0] != self.store.batch:
+            raise ValueError(
+                f"The cache holds {self.store.batch} row(s) and got {key_states.shape[0]}: call reset() before "
+                "another batch, or batch_repeat_interleave / batch_select_indices to change the rows."
+            )
+        return take_over(self.cache.config, key_states, value_states, self)
+
+    def attend(self, call: AttentionCall) -> AttentionOutput:
+        return self.cache.attend(self, call)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Only the last `query_length` columns of the model's mask are read: they tell padding from tokens."""
+        if self.evicted:
+            return query_length, self.seen
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor the layer holds."""
+        return [] if self.store is None else [*self.store.tensors(), *self.extra.values()]
+
+    def candidates(self, sink_tokens: int, recent_tokens: list[int]) -> Candidates:
+        """The pairs held, all scored, with the sinks and each row's newest `recent_tokens` marked as protected."""
+        store = self.store
+        assert store is not None
+        pairs, rows = store.pairs, store.row_slots()
+        scores = store.scores.masked_fill(~store.filled(), -math.inf)
+        shape = (store.batch, store.heads)
+        last = pairs.columns[(pairs.starts + pairs.lengths - 1).clamp(min=0)].view(shape).amax(1)
+        first = pairs.columns[pairs.starts.clamp(max=len(scores) - 1)].view(shape).amin(1)
+        for row, (start, end) in enumerate(rows):
+            columns, part = pairs.columns[start:end], scores[start:end]
+            protected = columns > last[row] - recent_tokens[row]
+            if sink_tokens:  # the first token is a sink and still here, so it tells where the row begins
+                protected |= columns < first[row] + sink_tokens
+            scores[start:end] = torch.where(protected & (part > -math.inf), math.inf, part)
+        return Candidates(self._within_window(scores, pairs.columns), rows)
+
+    def arriving_candidates(
+        self,
+        scores: torch.Tensor,
+        first_column: int,
+        valid: torch.Tensor | None,
+        sink_tokens: int,
+        recent_tokens: list[int],
+    ) -> Candidates:
+        """The same for a whole prompt that is not stored yet.
+
+        Args:
+            scores: `(batch, heads, n)`.
+            first_column: column of the first of the n tokens.
+            valid: `(batch, n)`, bool, False for padding; None when there is none.
+            sink_tokens, recent_tokens: as for `candidates`.
+        """
+        batch, heads, n = scores.shape
+        recent = torch.tensor(recent_tokens, device=scores.device)[:, None]
+        place = torch.arange(n, device=scores.device).expand(batch, n) if valid is None else valid.cumsum(1) - 1
+        protected = (place < sink_tokens) | (place >= place[:, -1:] + 1 - recent)
+        marked = torch.where(protected[:, None], math.inf, scores)
+        if valid is not None:
+            marked = marked.masked_fill(~valid[:, None], -math.inf)
+        marked = self._within_window(marked, torch.arange(first_column, first_column + n, device=scores.device))
+        return Candidates(marked.reshape(-1), [(row * heads * n, (row + 1) * heads * n) for row in range(batch)])
+
+    def _within_window(self, scores: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """-inf for pairs that no later token of a sliding-window layer can see."""
+        if self.window is None:
+            return scores
+        return scores.masked_fill(columns <= self.seen - self.window, -math.inf)
+
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        if self.device is not None:
+            self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        if self.store is not None and self.store.scores.device != device:
+            self.store = self.store.to(device)
+            self.extra = {name: tensor.to(device) for name, tensor in self.extra.items()}
+
+    def reset(self) -> None:
+        self.store, self.seen, self.evicted, self.extra, self.is_initialized = None, 0, False, {}, False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.store is not None:
+            self.batch_select_indices(torch.arange(self.store.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.store is not None:
+            if indices.dtype == torch.bool:
+                indices = indices.nonzero()[:, 0]
+            self.store.select_rows(indices)
+            self.extra = {name: tensor[indices.to(tensor.device)] for name, tensor in self.extra.items()}
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens: `-n` removes n; a positive number is the length to cut back to; 0 does nothing.
+
+        Raises:
+            ValueError: some of the tokens took part in an eviction, which cannot be undone.
+        """
+        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
+        if remove == 0 or self.store is None:
+            return
+        pending = self.store.pending_tokens()
+        if remove > self.seen or remove > pending:
+            raise ValueError(
+                f"Cannot remove {remove} token(s): of {self.seen} seen, the newest {pending} came after the last "
+                "eviction, and older ones cannot be rolled back. Take a snapshot() before, or prefill inside "
+                "hold_eviction()."
+            )
+        self.seen -= remove
+        self.store.crop(self.seen, remove)

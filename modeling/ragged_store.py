@@ -1,0 +1,375 @@
+"""Storage of one layer's kept pairs: flat buffers, a length for every row and key-value head.
+
+A pair costs `2 * head dim` numbers in the model's dtype plus 8 bytes (its column and its score, 4 bytes each).
+Each segment has some spare slots, so a decode step writes its pair in place: one scatter a layer, no copy, no loop.
+When the spare slots are used up the segments are laid out anew (amortised by growing the spare room with the length).
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+
+from .ragged_attention import RaggedPairs
+
+
+@dataclass
+class Pending:
+    """Tokens stored since the last eviction; their pairs have no score yet.
+
+    Attributes:
+        positions: `(batch, n)`, int64, rotary positions.
+        valid: `(batch, n)`, bool, False for padding (which is never stored), or None when all are real.
+    """
+
+    positions: torch.Tensor
+    valid: torch.Tensor | None
+
+    def select(self, rows: torch.Tensor) -> "Pending":
+        return Pending(self.positions[rows], None if self.valid is None else self.valid[rows])
+
+    def drop_last(self, n: int) -> "Pending":
+        keep = self.positions.shape[1] - n
+        return Pending(self.positions[:, :keep], None if self.valid is None else self.valid[:, :keep])
+
+
+@dataclass
+class RaggedStore:
+    """Kept pairs of one layer.
+
+    Attributes:
+        pairs: buffers and lengths (`RaggedPairs`).
+        scores: `(slots,)`, float32, importance; meaningless for pending pairs and spare slots.
+        capacities: `(batch * heads,)`, int64 on the CPU: slots of each segment.
+        real_tokens: tokens seen by each row, padding not counted.
+        pending: pieces of the sequence stored since the last eviction.
+    """
+
+    pairs: RaggedPairs
+    scores: torch.Tensor
+    capacities: torch.Tensor
+    real_tokens: list[int]
+    pending: list[Pending] = field(default_factory=list)
+
+    # -- making one -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def empty(cls, batch: int, heads: int, keys: torch.Tensor, values: torch.Tensor) -> "RaggedStore":
+        """A store without pairs, for states like `keys` `(…, head dim)` and `values` `(…, value dim)`."""
+        device, segments = keys.device, batch * heads
+        zeros = torch.zeros(segments, dtype=torch.int64, device=device)
+        pairs = RaggedPairs(
+            keys=keys.new_empty(0, keys.shape[-1]),
+            values=values.new_empty(0, values.shape[-1]),
+            columns=torch.empty(0, dtype=torch.int32, device=device),
+            starts=zeros,
+            lengths=zeros.clone(),
+            host_lengths=torch.zeros(segments, dtype=torch.int64),
+            batch=batch,
+            heads=heads,
+        )
+        return cls(
+            pairs,
+            torch.empty(0, dtype=torch.float32, device=device),
+            torch.zeros(segments, dtype=torch.int64),
+            [0] * batch,
+        )
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int:
+        return self.pairs.batch
+
+    @property
+    def heads(self) -> int:
+        return self.pairs.heads
+
+    @property
+    def kept(self) -> int:
+        """Pairs stored, over rows and heads."""
+        return int(self.pairs.host_lengths.sum())
+
+    @property
+    def uniform_length(self) -> int | None:
+        """The common length of all segments, if they are all as long and evenly laid out."""
+        lengths, capacities = self.pairs.host_lengths, self.capacities
+        if bool((lengths == lengths[0]).all()) and bool((capacities == capacities[0]).all()):
+            return int(lengths[0])
+        return None
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of keys and values as `(batch, heads, length, dim)`; only where `uniform_length` is not None."""
+        shape = (self.batch, self.heads, int(self.capacities[0]), -1)
+        length = int(self.pairs.host_lengths[0])
+        return self.pairs.keys.view(shape)[:, :, :length], self.pairs.values.view(shape)[:, :, :length]
+
+    def filled(self) -> torch.Tensor:
+        """`(slots,)`, bool: the slots that hold a pair."""
+        segment, offset = self._slot_owners()
+        return offset < self.pairs.lengths[segment]
+
+    def row_slots(self) -> list[tuple[int, int]]:
+        """First slot and end slot of each row: a row's segments lie side by side."""
+        ends = self.capacities.view(self.batch, self.heads).sum(1).cumsum(0).tolist()
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor the store holds."""
+        pairs = self.pairs
+        held = [pairs.keys, pairs.values, pairs.columns, pairs.starts, pairs.lengths, pairs.host_lengths]
+        held += [self.scores, self.capacities]
+        for piece in self.pending:
+            held += [piece.positions] if piece.valid is None else [piece.positions, piece.valid]
+        return held
+
+    def _slot_owners(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Segment of each slot and the slot's offset in it, both `(slots,)`."""
+        device, starts = self.pairs.keys.device, self.pairs.starts
+        segment = torch.repeat_interleave(
+            torch.arange(len(self.capacities), device=device),
+            self.capacities.to(device),
+            output_size=self.pairs.keys.shape[0],
+        )
+        return segment, torch.arange(len(segment), device=device) - starts[segment]
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def append(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        first_column: int,
+        positions: torch.Tensor,
+        valid: torch.Tensor | None,
+        spare: int,
+    ) -> None:
+        """Add new tokens' pairs to every segment; padding is left out.
+
+        Args:
+            keys, values: `(batch, heads, n, dim)`.
+            first_column: column of the first new token.
+            positions: `(batch, n)`, int64, rotary positions.
+            valid: `(batch, n)`, bool, or None when no new token is padding.
+            spare: free slots to leave in every segment when it has to grow.
+        """
+        batch, heads, n, _ = keys.shape
+        device = keys.device
+        columns = torch.arange(first_column, first_column + n, device=device, dtype=torch.int32)
+        if valid is None:
+            added = torch.full((batch,), n)
+            ranks = torch.arange(n, device=device).expand(batch, n)
+        else:
+            added = valid.sum(1).cpu()
+            ranks = valid.cumsum(1) - 1
+        self._note_tokens(positions, valid, added)
+        added = added.repeat_interleave(heads)
+        if bool((self.pairs.host_lengths + added > self.capacities).any()):
+            self._lay_out(self.pairs.host_lengths + added + spare)
+        pairs = self.pairs
+        slots = (pairs.starts + pairs.lengths).view(batch, heads, 1) + ranks[:, None, :]
+        flat_keys, flat_values = keys.reshape(-1, keys.shape[-1]), values.reshape(-1, values.shape[-1])
+        slots, columns = slots.reshape(-1), columns.expand(batch, heads, n).reshape(-1)
+        if valid is not None:
+            chosen = valid[:, None].expand(batch, heads, n).reshape(-1).nonzero()[:, 0]
+            flat_keys, flat_values = flat_keys[chosen], flat_values[chosen]
+            slots, columns = slots[chosen], columns[chosen]
+        pairs.keys.index_copy_(0, slots, flat_keys)
+        pairs.values.index_copy_(0, slots, flat_values)
+        pairs.columns.index_copy_(0, slots, columns)
+        pairs.host_lengths += added
+        pairs.lengths += n if valid is None else added.to(device)
+
+    def fill(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scores: torch.Tensor,
+        keep: torch.Tensor,
+        first_column: int,
+        positions: torch.Tensor,
+        valid: torch.Tensor | None,
+        spare: int,
+    ) -> None:
+        """Store a chosen part of a first prefill, straight from the model's states, into an empty store.
+
+        Args:
+            keys, values: `(batch, heads, n, dim)`.
+            scores: `(batch, heads, n)`, float32.
+            keep: `(batch, heads, n)`, bool; False for padding.
+            first_column, positions, valid: as for `append`.
+            spare: free slots to leave in every segment.
+        """
+        batch, _, n, _ = keys.shape
+        added = torch.full((batch,), n) if valid is None else valid.sum(1).cpu()
+        self._note_tokens(positions, valid, added)
+        self.pending.clear()
+        lengths = keep.sum(-1).view(-1)
+        host_lengths = lengths.cpu()
+        self._lay_out(host_lengths + spare)
+        pairs = self.pairs
+        row, head, column = keep.nonzero(as_tuple=True)
+        slots = self._packed_slots(host_lengths, lengths)
+        pairs.keys[slots] = keys[row, head, column]
+        pairs.values[slots] = values[row, head, column]
+        pairs.columns[slots] = column.int() + first_column
+        self.scores[slots] = scores[row, head, column]
+        pairs.host_lengths, pairs.lengths = host_lengths, lengths.clone()
+
+    def _packed_slots(self, host_lengths: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Slots of the first `lengths[s]` places of every segment s, in order."""
+        total, device = int(host_lengths.sum()), lengths.device
+        owners = torch.arange(len(lengths), device=device)
+        segment = torch.repeat_interleave(owners, lengths, output_size=total)
+        rank = torch.arange(total, device=device) - (lengths.cumsum(0) - lengths)[segment]
+        return self.pairs.starts[segment] + rank
+
+    def keep(self, mask: torch.Tensor, spare: int) -> None:
+        """Keep the slots in `mask` `(slots,)`, free the rest, leave `spare` free slots in every segment."""
+        mask = mask & self.filled()
+        segment, _ = self._slot_owners()
+        lengths = torch.zeros_like(self.pairs.lengths).index_add_(0, segment[mask], torch.ones_like(segment[mask]))
+        self._move(mask.nonzero()[:, 0], lengths.cpu(), lengths, lengths.cpu() + spare)
+
+    def _lay_out(self, capacities: torch.Tensor) -> None:
+        """Give every segment `capacities[s]` slots, keeping its pairs."""
+        self._move(self.filled().nonzero()[:, 0], self.pairs.host_lengths, self.pairs.lengths, capacities)
+
+    def _move(
+        self, source: torch.Tensor, host_lengths: torch.Tensor, lengths: torch.Tensor, capacities: torch.Tensor
+    ) -> None:
+        """New buffers with `capacities`, whose segments take `lengths[s]` pairs each from slots `source` in turn."""
+        old = self.pairs
+        starts = (capacities.cumsum(0) - capacities).to(old.keys.device)
+        slots = int(capacities.sum())
+        self.capacities = capacities
+        self.pairs = dataclasses.replace(
+            old, starts=starts, lengths=lengths.clone(), host_lengths=host_lengths.clone()
+        )
+        target = self._packed_slots(host_lengths, lengths)
+        # One buffer at a time, so that at most one is held twice.
+        for name in ("keys", "values", "columns"):
+            buffer = getattr(old, name)
+            fresh = buffer.new_empty(slots, *buffer.shape[1:])
+            fresh[target] = buffer[source]
+            setattr(self.pairs, name, fresh)
+            setattr(old, name, fresh)
+        fresh = self.scores.new_zeros(slots)
+        fresh[target] = self.scores[source]
+        self.scores = fresh
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """The batch becomes `[rows[0], rows[1], …]` (repeats allowed)."""
+        device = self.pairs.keys.device
+        host_rows = rows.cpu()
+        rows = rows.to(device)
+        segments = (host_rows[:, None] * self.heads + torch.arange(self.heads)).view(-1)
+        capacities, old_starts = self.capacities[segments], self.pairs.starts.cpu()[segments]
+        total = int(capacities.sum())
+        starts = capacities.cumsum(0) - capacities
+        owner = torch.repeat_interleave(torch.arange(len(segments)), capacities, output_size=total)
+        source = (old_starts[owner] + torch.arange(total) - starts[owner]).to(device)
+        old = self.pairs
+        host_lengths = old.host_lengths[segments]
+        self.pairs = RaggedPairs(
+            keys=old.keys[source],
+            values=old.values[source],
+            columns=old.columns[source],
+            starts=starts.to(device),
+            lengths=host_lengths.to(device, copy=True),
+            host_lengths=host_lengths,
+            batch=len(host_rows),
+            heads=old.heads,
+        )
+        self.scores, self.capacities = self.scores[source], capacities
+        self.real_tokens = [self.real_tokens[row] for row in host_rows.tolist()]
+        self.pending = [piece.select(rows) for piece in self.pending]
+
+    def crop(self, end_column: int, n: int) -> None:
+        """Forget the last n tokens, all of them pending: those from column `end_column` on."""
+        segment, _ = self._slot_owners()
+        stay = self.filled() & (self.pairs.columns < end_column)
+        lengths = torch.zeros_like(self.pairs.lengths).index_add_(0, segment[stay], torch.ones_like(segment[stay]))
+        self.pairs.lengths, self.pairs.host_lengths = lengths, lengths.cpu().clone()
+        while n > 0:
+            piece = self.pending.pop()
+            dropped = min(n, piece.positions.shape[1])
+            gone = [dropped] * self.batch
+            if piece.valid is not None:
+                gone = piece.valid[:, -dropped:].sum(1).tolist()
+            self.real_tokens = [a - b for a, b in zip(self.real_tokens, gone, strict=True)]
+            if dropped < piece.positions.shape[1]:
+                self.pending.append(piece.drop_last(dropped))
+            n -= dropped
+
+    def _note_tokens(self, positions: torch.Tensor, valid: torch.Tensor | None, added: torch.Tensor) -> None:
+        self.real_tokens = [a + b for a, b in zip(self.real_tokens, added.tolist(), strict=True)]
+        self.pending.append(Pending(positions, valid))
+
+    # -- pending pairs ----------------------------------------------------------------------------------------------
+
+    def pending_tokens(self) -> int:
+        """Columns stored since the last eviction."""
+        return sum(piece.positions.shape[1] for piece in self.pending)
+
+    def pending_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """States of the pending tokens, rectangular.
+
+        Returns:
+            slots `(batch, heads, m)`, keys and values `(batch, heads, m, dim)`, rotary positions `(batch, m)` and
+            `(batch, m)` bool telling real entries from filling; m is the most real pending tokens of any row.
+        """
+        pieces = self.pending
+        positions = torch.cat([piece.positions for piece in pieces], dim=1)
+        pairs = self.pairs
+        if all(piece.valid is None for piece in pieces):
+            m = positions.shape[1]
+            real = torch.ones_like(positions, dtype=torch.bool)
+            first = pairs.lengths.view(self.batch, self.heads, 1) - m
+        else:
+            valid = torch.cat(
+                [torch.ones_like(p.positions, dtype=torch.bool) if p.valid is None else p.valid for p in pieces], dim=1
+            )
+            counts = valid.sum(1)
+            m = int(counts.max())
+            order = (~valid).int().argsort(dim=1, stable=True)[:, :m]  # real tokens first, in order
+            positions = positions.gather(1, order)
+            real = torch.arange(m, device=counts.device) < counts[:, None]
+            first = pairs.lengths.view(self.batch, self.heads, 1) - counts.view(-1, 1, 1)
+        slots = pairs.starts.view(self.batch, self.heads, 1) + first + torch.arange(m, device=first.device)
+        slots = slots.clamp(0, max(pairs.keys.shape[0] - 1, 0))
+        return slots, pairs.keys[slots], pairs.values[slots], positions, real
+
+    # -- copies and devices -----------------------------------------------------------------------------------------
+
+    def clone(self) -> "RaggedStore":
+        """An independent copy."""
+        return self._map(torch.Tensor.clone)
+
+    def to(self, device: torch.device | str) -> "RaggedStore":
+        """The same store with its device tensors on `device`."""
+        host = ("host_lengths", "capacities")
+        return self._map(lambda tensor: tensor.to(device), skip=host)
+
+    def _map(self, function, skip: tuple[str, ...] = ()) -> "RaggedStore":  # type: ignore[no-untyped-def]
+        def apply(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if name in skip else function(tensor)
+
+        pairs = dataclasses.replace(
+            self.pairs,
+            **{
+                name: apply(name, getattr(self.pairs, name))
+                for name in ("keys", "values", "columns", "starts", "lengths", "host_lengths")
+            },
+        )
+        pending = [
+            Pending(function(piece.positions), None if piece.valid is None else function(piece.valid))
+            for piece in self.pending
+        ]
+        return RaggedStore(
+            pairs,
+            function(self.scores),
+            apply("capacities", self.capacities),
+            list(self.real_tokens),
+            pending,
+        )
