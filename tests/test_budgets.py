@@ -1,0 +1,53 @@
+"""Choosing the pairs that stay."""
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nearfar.modeling.budgets import Candidates, keep_top_k, keep_top_k_reference, select
+
+SCORES = st.sampled_from([-math.inf, -1.5, 0.0, 0.0, 0.25, 3.0, math.inf])
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), rows=st.integers(1, 3), n=st.integers(1, 12))
+def test_keep_top_k_agrees_with_sorting(data, rows: int, n: int) -> None:
+    scores = torch.tensor(data.draw(st.lists(SCORES, min_size=rows * n, max_size=rows * n))).view(rows, n)
+    k = data.draw(st.lists(st.integers(0, n + 2), min_size=rows, max_size=rows))
+    assert torch.equal(keep_top_k(scores, k), keep_top_k_reference(scores, k))
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 1000), budget=st.integers(1, 6))
+def test_global_selection_may_be_done_layer_by_layer(seed: int, budget: int) -> None:
+    """The best of some layers contain the best of all: selecting early never loses a pair that should stay."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, layers, n = 2, 4, 9
+    scores = [torch.randint(0, 8, (heads * n,), generator=generator).float() for _ in range(layers)]
+    rows = [(0, heads * n)]
+
+    def choose(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return select([Candidates(part, rows) for part in parts], [budget], heads, layers, "global")
+
+    at_once = choose(scores)
+    stepwise: list[torch.Tensor] = []
+    for layer in scores:
+        keeps = choose([*stepwise, layer])
+        stepwise = [part.masked_fill(~keep, -math.inf) for part, keep in zip([*stepwise, layer], keeps, strict=True)]
+    assert [(part > -math.inf).tolist() for part in stepwise] == [keep.tolist() for keep in at_once]
+    assert sum(int(keep.sum()) for keep in at_once) == budget * heads * layers
+
+
+def test_allocations_keep_the_same_number_in_different_places() -> None:
+    scores = torch.tensor([9.0, 8.0, 7.0, 6.0, 1.0, 2.0, 3.0, 4.0])  # two heads of four
+    other = scores - 20.0
+    layers = [Candidates(scores, [(0, 8)]), Candidates(other, [(0, 8)])]
+    counts = {
+        allocation: [
+            keep.view(2, 4).sum(1).tolist() for keep in select(layers, [2], 2, 2, allocation)  # type: ignore[arg-type]
+        ]
+        for allocation in ("uniform", "head", "global")
+    }
+    assert counts == {"uniform": [[2, 2], [2, 2]], "head": [[4, 0], [4, 0]], "global": [[4, 4], [0, 0]]}
