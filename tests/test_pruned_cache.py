@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from nearfar.modeling.cache_random import RandomCache
 from nearfar.modeling.cache_streaming_llm import StreamingLLMCache
 from nearfar.modeling.compat import cache_argument
+from nearfar.modeling.prunable_models import attention_types
 from nearfar.modeling.pruned_cache import PrunedCache, TokenStates
 from nearfar.modeling.ragged_layer import RaggedLayer
 
@@ -84,6 +85,74 @@ def test_left_padded_unequal_batch_agrees_with_the_oracle(family: str) -> None:
     for step in range(5):
         drive.feed(random_ids(3, 1, 50 + step))
     assert drive.error() < EXACT
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_flex_attention_and_its_block_masks(family: str) -> None:
+    # Compiled flex kernels on CPU depend on the compiler at hand; what is tested here is the interface.
+    with torch.compiler.set_stance("force_eager"):
+        model = tiny_model(family, attention="flex_attention", dtype=torch.float32)
+        cache = UnevenCache(model, budget=8, sink_tokens=2, eviction_interval=3)
+        drive = Drive(model, cache)
+        drive.feed(*left_padded([30, 17]))
+        for step in range(4):
+            drive.feed(random_ids(2, 1, step))
+        drive.feed(random_ids(2, 5, 9))
+        assert drive.error() < 1e-4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_cuda_in_half_precision(family: str, attention: str) -> None:
+    """By relative norm against the float64 oracle on the CPU; eviction must choose the same pairs."""
+    if attention == "flex_attention" and family == "mistral":
+        pytest.skip("head dimension 8 is below what flex attention compiles for")
+    reference = tiny_model(family)
+    model = tiny_model(family, attention=attention).to("cuda", torch.bfloat16)
+    drives = []
+    for each, device in ((reference, "cpu"), (model, "cuda")):
+        cache = UnevenCache(each, budget=10, sink_tokens=2, eviction_interval=4)
+        drive = Drive(each, cache)
+        ids, mask = left_padded([30, 17])
+        drive.feed(ids.to(device), mask.to(device))
+        for step in range(6):
+            drive.feed(random_ids(2, 1, step).to(device))
+        drive.feed(random_ids(2, 5, 9).to(device))
+        drives.append(drive)
+    full = attention_types(model.config).index("full_attention") if family == "gemma3" else 0
+    assert drives[0].cache.kept_columns(full, 1) == drives[1].cache.kept_columns(full, 1)
+    got, expected = (torch.cat(drive.logits, 1).double().cpu() for drive in reversed(drives))
+    real = drives[0].mask.bool()
+    assert float((got - expected)[real].norm() / expected[real].norm()) < 6e-2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_layers_on_two_devices() -> None:
+    model = tiny_model(dtype=torch.float32)
+    expected = run_turns(Drive(model, UnevenCache(model, budget=10, eviction_interval=4)))
+    from accelerate import dispatch_model
+
+    placed = dispatch_model(
+        model, {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": "cpu",
+                "model.layers.2": 0, "model.norm": 0, "lm_head": 0}, main_device=0)  # fmt: skip
+    got = run_turns(Drive(placed, UnevenCache(placed, budget=10, eviction_interval=4)))
+    difference = torch.cat(got.logits, 1).cpu() - torch.cat(expected.logits, 1)
+    assert float(difference.abs().max()) < 1e-3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_offloading_on_cuda() -> None:
+    model = tiny_model(dtype=torch.float32).cuda()
+    drives = []
+    for offloading in (False, True):
+        drive = Drive(model, UnevenCache(model, budget=10, eviction_interval=4, offloading=offloading))
+        drive.feed(random_ids(1, 30).cuda())
+        for step in range(9):
+            drive.feed(random_ids(1, 1, step).cuda())
+        drives.append(drive)
+    assert drives[1].cache.ragged_layers[0].store.pairs.keys.device.type == "cpu"
+    assert float((drives[0].logits[-1] - drives[1].logits[-1]).abs().max()) < 1e-5
 
 
 def test_right_padding_is_never_kept_nor_seen() -> None:
