@@ -33,7 +33,8 @@ def write_context(path: Path, cache: "PrunedCache") -> None:
             tensors[prefix + "keys"], tensors[prefix + "values"] = layer.keys, layer.values
             layers.append({"kind": "sliding", "seen": layer.get_seq_length()})
             continue
-        compact = store.clone()
+        with layer.awake():
+            compact = layer.store.clone()
         compact.keep(compact.filled(), spare=0)
         pairs = compact.pairs
         for name in ("keys", "values", "columns"):
@@ -111,6 +112,7 @@ def read_context(
         layer.seen, layer.evicted, layer.device = saved["seen"], saved["evicted"], layer.store.scores.device
         layer.extra = {name: mine[f"extra.{name}"] for name in saved["extra"]}
         layer.is_initialized = True
+        layer.rest()
     cache._row_budgets = description["row_budgets"]
     return cache
 

@@ -34,6 +34,7 @@ from .new_token_padding import new_tokens_valid
 from .prunable_models import attention_types, refuse_unsupported, text_config
 from .ragged_attention import ragged_attention
 from .ragged_layer import RaggedLayer
+from .resting_pairs import QUANTIZATIONS, Quantization
 
 # Share of the budget that goes to the newest tokens unless the user says otherwise.
 RECENT_SHARE = 0.25
@@ -84,6 +85,8 @@ class PrunedCache(Cache):
             across all layers and heads. Default: the policy's own.
         eviction_interval: tokens that decode may add before it evicts down to the budget again.
         offloading: keep every layer on the CPU except while it is used.
+        quantization: "int8" or "int4" to store kept pairs in 8 or 4 bits a number except while their layer is used
+            (needs torchao; see `resting_pairs`). Tokens since the last eviction stay exact.
 
     Raises:
         TypeError, ValueError: see `budgets.check_budget`; also a model whose cache cannot be pruned.
@@ -103,6 +106,7 @@ class PrunedCache(Cache):
         allocation: Allocation | None = None,
         eviction_interval: int = 64,
         offloading: bool = False,
+        quantization: Quantization | None = None,
     ) -> None:
         check_budget(budget, retention_ratio, sink_tokens, recent_tokens)
         allocation = self.default_allocation if allocation is None else allocation
@@ -110,12 +114,14 @@ class PrunedCache(Cache):
             raise ValueError(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {allocation!r}.")
         if isinstance(eviction_interval, bool) or not isinstance(eviction_interval, int) or eviction_interval < 1:
             raise ValueError(f"eviction_interval must be a whole number of at least 1, got {eviction_interval!r}.")
+        if quantization is not None and quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization must be None, {' or '.join(QUANTIZATIONS)}, got {quantization!r}.")
         self.config = text_config(model_or_config)
         self.budget, self.retention_ratio = budget, retention_ratio
         self.sink_tokens, self.recent_tokens = sink_tokens, recent_tokens
         self.allocation: Allocation = allocation
         self.eviction_interval = eviction_interval
-        self.offload_layers = offloading
+        self.offload_layers, self.quantization = offloading, quantization
         self._held = False
         self._recording = False
         self._row_budgets: list[int] | None = None
@@ -189,8 +195,7 @@ class PrunedCache(Cache):
         assert layer.store is not None
         batch, _, n, _ = call.keys.shape
         first_layer, last_layer = self._ends()
-        if self.offload_layers:
-            layer.prefetch()
+        layer.wake()
         valid = self._validity(call.mask, batch, n)
         positions = self._rotary_positions(layer, call.position_ids, valid, batch, n)
         prefill = n > 1
@@ -213,8 +218,7 @@ class PrunedCache(Cache):
                     self._evict(layer)
             if layer is last_layer and not prefill and not holding:
                 self._evict_when_due(layer)
-        if self.offload_layers:
-            layer.offload()
+        layer.rest()
         return output
 
     def _attend_stored(
@@ -360,14 +364,12 @@ class PrunedCache(Cache):
                 return
             candidates = []
             for layer in layers:
-                if self.offload_layers:
-                    layer.prefetch()
+                layer.wake()
                 self._score_pending(layer)
                 candidates.append(self._candidates(layer))
+                layer.rest()
             for layer, keep in zip(layers, self._select(candidates), strict=True):
                 self._keep(layer, keep)
-                if self.offload_layers:
-                    layer.offload()
 
     def _evict(self, layer: RaggedLayer) -> None:
         """Evict one layer that already held pairs, and trim the layers before it where they compete with it."""
@@ -422,10 +424,12 @@ class PrunedCache(Cache):
                 self._keep(rival, keep)
 
     def _keep(self, layer: RaggedLayer, keep: torch.Tensor) -> None:
+        layer.wake()
         assert layer.store is not None
         layer.store.keep(keep.to(layer.store.scores.device), self.eviction_interval)
         layer.evicted = True
         self.after_eviction(layer)
+        layer.rest()
 
     def _budgets(self) -> list[int]:
         assert self._row_budgets is not None
@@ -441,7 +445,8 @@ class PrunedCache(Cache):
         store = layer.store
         if store.pending_tokens() == 0:
             return
-        slots, keys, values, positions, real = store.pending_states()
+        slots, positions, real = store.pending_slots()
+        keys, values = store.pairs.keys[slots], store.pairs.values[slots]
         scores = self._checked_score(TokenStates(layer.layer_idx, keys, values, positions, real, layer.seen))
         chosen = real[:, None].expand_as(scores)
         store.scores[slots[chosen]] = scores[chosen]
@@ -547,6 +552,7 @@ class PrunedCache(Cache):
             "recent_tokens": self.recent_tokens,
             "allocation": self.allocation,
             "eviction_interval": self.eviction_interval,
+            "quantization": self.quantization,
         }
 
     def save_context(self, path: str | Path) -> None:
@@ -609,7 +615,8 @@ def _all_tensors(layers: list[Any]) -> Iterator[torch.Tensor]:
 
 def _copy_layer_state(layer: Any) -> Any:
     if isinstance(layer, RaggedLayer):
-        store = None if layer.store is None else layer.store.clone()
+        with layer.awake():
+            store = None if layer.store is None else layer.store.clone()
         extra = {name: tensor.clone() for name, tensor in layer.extra.items()}
         return store, layer.seen, layer.evicted, extra, layer.device
     if not layer.is_initialized:
@@ -623,6 +630,8 @@ def _put_layer_state(layer: Any, state: Any) -> None:
         layer.store = None if store is None else store.clone()
         layer.extra = {name: tensor.clone() for name, tensor in extra.items()}
         layer.is_initialized = store is not None
+        layer.resting = None
+        layer.rest()
     elif state is None:
         layer.reset()
     else:

@@ -2,6 +2,8 @@
 
 import math
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .attention_dispatch import AttentionCall, AttentionOutput, CacheHandle, take_over
 from .budgets import Candidates
 from .ragged_store import RaggedStore
+from .resting_pairs import RestingPairs, put_to_rest, wake_up
 
 if TYPE_CHECKING:
     from .pruned_cache import PrunedCache
@@ -33,6 +36,9 @@ class RaggedLayer(CacheLayerMixin):
         self.device: torch.device | None = None
         # Further tensors of a policy, `(batch, …)`: they follow the rows wherever the pairs go.
         self.extra: dict[str, torch.Tensor] = {}
+        # The quantised pairs, and whether they stand for the store's buffers at the moment.
+        self.resting: RestingPairs | None = None
+        self.asleep = False
 
     @property
     def cache(self) -> "PrunedCache":
@@ -86,7 +92,10 @@ class RaggedLayer(CacheLayerMixin):
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor the layer holds."""
-        return [] if self.store is None else [*self.store.tensors(), *self.extra.values()]
+        if self.store is None:
+            return []
+        resting = self.resting.tensors() if self.resting is not None else []
+        return [*self.store.tensors(), *resting, *self.extra.values()]
 
     def candidates(self, sink_tokens: int, recent_tokens: list[int]) -> Candidates:
         """The pairs held, all scored, with the sinks and each row's newest `recent_tokens` marked as protected."""
@@ -137,6 +146,29 @@ class RaggedLayer(CacheLayerMixin):
             return scores
         return scores.masked_fill(columns <= self.seen - self.window, -math.inf)
 
+    def wake(self) -> None:
+        """Bring the pairs to where attention needs them: on the model's device, in the model's dtype."""
+        self.prefetch()
+        if self.resting is not None and self.store is not None and self.asleep:
+            wake_up(self.store, self.resting)
+            self.asleep = False
+
+    def rest(self) -> None:
+        """Put the pairs away as the cache's settings say."""
+        cache = self.cache
+        if cache.quantization is not None and self.store is not None and not self.asleep:
+            self.resting = put_to_rest(self.store, int(cache.quantization.removeprefix("int")), self.resting)
+            self.asleep = True
+        if cache.offload_layers:
+            self.offload()
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """The pairs are awake inside."""
+        self.wake()
+        yield
+        self.rest()
+
     def offload(self) -> None:
         self._move(torch.device("cpu"))
 
@@ -148,9 +180,11 @@ class RaggedLayer(CacheLayerMixin):
         if self.store is not None and self.store.scores.device != device:
             self.store = self.store.to(device)
             self.extra = {name: tensor.to(device) for name, tensor in self.extra.items()}
+            self.resting = None if self.resting is None else self.resting.to(device)
 
     def reset(self) -> None:
         self.store, self.seen, self.evicted, self.extra, self.is_initialized = None, 0, False, {}, False
+        self.resting, self.asleep = None, False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -163,7 +197,8 @@ class RaggedLayer(CacheLayerMixin):
         if self.store is not None:
             if indices.dtype == torch.bool:
                 indices = indices.nonzero()[:, 0]
-            self.store.select_rows(indices)
+            with self.awake():
+                self.store.select_rows(indices)
             self.extra = {name: tensor[indices.to(tensor.device)] for name, tensor in self.extra.items()}
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -183,4 +218,5 @@ class RaggedLayer(CacheLayerMixin):
                 "hold_eviction()."
             )
         self.seen -= remove
-        self.store.crop(self.seen, remove)
+        with self.awake():
+            self.store.crop(self.seen, remove)

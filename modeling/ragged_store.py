@@ -43,6 +43,7 @@ class RaggedStore:
         capacities: `(batch * heads,)`, int64 on the CPU: slots of each segment.
         real_tokens: tokens seen by each row, padding not counted.
         pending: pieces of the sequence stored since the last eviction.
+        layout: changes whenever slots are given out anew.
     """
 
     pairs: RaggedPairs
@@ -50,6 +51,7 @@ class RaggedStore:
     capacities: torch.Tensor
     real_tokens: list[int]
     pending: list[Pending] = field(default_factory=list)
+    layout: int = 0
 
     # -- making one -------------------------------------------------------------------------------------------------
 
@@ -129,7 +131,7 @@ class RaggedStore:
         segment = torch.repeat_interleave(
             torch.arange(len(self.capacities), device=device),
             self.capacities.to(device),
-            output_size=self.pairs.keys.shape[0],
+            output_size=self.scores.shape[0],
         )
         return segment, torch.arange(len(segment), device=device) - starts[segment]
 
@@ -243,6 +245,7 @@ class RaggedStore:
         starts = (capacities.cumsum(0) - capacities).to(old.keys.device)
         slots = int(capacities.sum())
         self.capacities = capacities
+        self.layout += 1
         self.pairs = dataclasses.replace(
             old, starts=starts, lengths=lengths.clone(), host_lengths=host_lengths.clone()
         )
@@ -282,6 +285,7 @@ class RaggedStore:
             heads=old.heads,
         )
         self.scores, self.capacities = self.scores[source], capacities
+        self.layout += 1
         self.real_tokens = [self.real_tokens[row] for row in host_rows.tolist()]
         self.pending = [piece.select(rows) for piece in self.pending]
 
@@ -312,23 +316,29 @@ class RaggedStore:
         """Columns stored since the last eviction."""
         return sum(piece.positions.shape[1] for piece in self.pending)
 
-    def pending_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """States of the pending tokens, rectangular.
+    def pending_slots(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where the pending tokens' pairs are, rectangular.
 
         Returns:
-            slots `(batch, heads, m)`, keys and values `(batch, heads, m, dim)`, rotary positions `(batch, m)` and
-            `(batch, m)` bool telling real entries from filling; m is the most real pending tokens of any row.
+            slots `(batch, heads, m)`, rotary positions `(batch, m)`, and `(batch, m)` bool telling real entries from
+            filling; m is the most real pending tokens of any row.
         """
-        pieces = self.pending
+        pieces, pairs = self.pending, self.pairs
+        if not pieces:
+            nothing = torch.zeros(self.batch, 0, dtype=torch.int64, device=pairs.starts.device)
+            return nothing[:, None].expand(-1, self.heads, -1), nothing, nothing.bool()
         positions = torch.cat([piece.positions for piece in pieces], dim=1)
-        pairs = self.pairs
         if all(piece.valid is None for piece in pieces):
             m = positions.shape[1]
             real = torch.ones_like(positions, dtype=torch.bool)
             first = pairs.lengths.view(self.batch, self.heads, 1) - m
         else:
             valid = torch.cat(
-                [torch.ones_like(p.positions, dtype=torch.bool) if p.valid is None else p.valid for p in pieces], dim=1
+                [
+                    torch.ones_like(piece.positions, dtype=torch.bool) if piece.valid is None else piece.valid
+                    for piece in pieces
+                ],
+                dim=1,
             )
             counts = valid.sum(1)
             m = int(counts.max())
@@ -337,8 +347,7 @@ class RaggedStore:
             real = torch.arange(m, device=counts.device) < counts[:, None]
             first = pairs.lengths.view(self.batch, self.heads, 1) - counts.view(-1, 1, 1)
         slots = pairs.starts.view(self.batch, self.heads, 1) + first + torch.arange(m, device=first.device)
-        slots = slots.clamp(0, max(pairs.keys.shape[0] - 1, 0))
-        return slots, pairs.keys[slots], pairs.values[slots], positions, real
+        return slots.clamp(0, max(int(self.capacities.sum()) - 1, 0)), positions, real
 
     # -- copies and devices -----------------------------------------------------------------------------------------
 
@@ -372,4 +381,5 @@ class RaggedStore:
             apply("capacities", self.capacities),
             list(self.real_tokens),
             pending,
+            self.layout,
         )

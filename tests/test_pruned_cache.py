@@ -710,3 +710,54 @@ def test_the_base_class_has_no_policy() -> None:
     with pytest.raises(TypeError, match="base class"):
         model(random_ids(1, 20), **{cache_argument(model): PrunedCache(model, budget=8)})
     assert isinstance(PrunedCache(model, budget=8).layers[0], RaggedLayer)
+
+
+# -- quantised storage ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_storage(quantization: str, dtype: torch.dtype, tmp_path) -> None:
+    pytest.importorskip("torchao")
+    model = tiny_model(dtype=dtype)
+    exact, small = (
+        UnevenCache(model, budget=100, eviction_interval=4, quantization=choice) for choice in (None, quantization)
+    )
+    drives = [Drive(model, cache) for cache in (exact, small)]
+    for drive in drives:
+        drive.feed(*left_padded([300, 220]))
+    pairs = exact.kept_pairs()
+    assert small.kept_pairs() == pairs
+    # Per key and value of 8 numbers: 8 codes of 8 or 4 bits, a 4-byte scale and a 2-byte zero point.
+    saved = 8 * dtype.itemsize - (8 if quantization == "int8" else 4) - 4 - 2
+    assert exact.nbytes() - small.nbytes() > 2 * pairs * saved
+    for step in range(2):
+        for drive in drives:
+            drive.feed(random_ids(2, 1, step))
+    layer, other = exact.ragged_layers[0], small.ragged_layers[0]
+    with other.awake():
+        for name in ("keys", "values"):
+            a, b = getattr(layer.store.pairs, name).float(), getattr(other.store.pairs, name).float()
+            filled = layer.store.filled()
+            step_size = (a.amax(1) - a.amin(1)) / (2 ** int(quantization.removeprefix("int")) - 1)
+            error = (a - b).abs().amax(1)
+            assert bool((error <= step_size + 0.01 * a.abs().amax(1))[filled].all())
+            slots, _, _ = layer.store.pending_slots()
+            assert torch.equal(a[slots], b[slots])  # first layer, same tokens: what came since is exact
+            assert float(error[filled].max()) > 0
+    for drive in drives:
+        assert torch.isfinite(drive.feed(random_ids(2, 5, 50))).all()
+    small.batch_select_indices(torch.tensor([1, 0]))
+    small.batch_select_indices(torch.tensor([1, 0]))
+    small.save_context(tmp_path / "small")
+    loaded = UnevenCache.load_context(tmp_path / "small", model)
+    assert loaded.quantization == quantization
+    with loaded.ragged_layers[1].awake(), small.ragged_layers[1].awake():
+        a, b = (cache.ragged_layers[1].store for cache in (loaded, small))
+        a, b = a.pairs.keys[a.filled()].float(), b.pairs.keys[b.filled()].float()
+        assert float((a - b).norm() / b.norm()) < 0.01
+
+
+def test_an_unknown_quantisation() -> None:
+    with pytest.raises(ValueError, match="int8 or int4"):
+        UnevenCache(tiny_model(), budget=8, quantization="int3")
