@@ -154,9 +154,13 @@ def padded_attention(
     heads, group, longest = pairs.heads, query_heads // pairs.heads, max(pairs.max_length, 1)
     offsets = torch.arange(longest, device=query.device)
     filled = offsets < pairs.lengths[:, None]
-    slots = (pairs.starts[:, None] + offsets).clamp_(max=pairs.keys.shape[0] - 1)
-    keys = pairs.keys[slots].view(batch, heads, longest, -1)
-    values = pairs.values[slots].view(batch, heads, longest, -1)
+    # Past a segment's end its last pair is read again: spare slots may hold NaN, which no mask would hide.
+    slots = pairs.starts[:, None] + torch.minimum(offsets, (pairs.lengths - 1).clamp(min=0)[:, None])
+    slots = slots.clamp_(max=pairs.keys.shape[0] - 1)
+    keys, values = pairs.keys[slots], pairs.values[slots]
+    if bool((pairs.host_lengths == 0).any()):
+        keys, values = (states.masked_fill(~filled[..., None], 0.0) for states in (keys, values))
+    keys, values = (states.view(batch, heads, longest, -1) for states in (keys, values))
     columns = pairs.columns[slots].view(batch, heads, 1, longest)
     filled = filled.view(batch, heads, 1, longest)
     grouped = query.reshape(batch, heads, group, q, dim)

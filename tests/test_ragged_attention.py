@@ -30,6 +30,7 @@ def ragged_pairs(
         columns[start : start + length] = torch.cat([old, torch.arange(seen - q, seen)]).int()
     keys = torch.randn(slots, dim, generator=generator, dtype=torch.float64) * 2
     values = torch.randn(slots, dim, generator=generator, dtype=torch.float64)
+    keys[columns < 0], values[columns < 0] = float("nan"), float("nan")
     batch = len(lengths) // heads
     pairs = RaggedPairs(
         keys.to(device),
@@ -81,6 +82,7 @@ def test_padded_attention_in_small_blocks_of_queries(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("path", [reference_attention, segment_attention, padded_attention])
 def test_a_query_that_sees_nothing_gives_zero(path) -> None:
     pairs, _ = ragged_pairs([4, 6], 2, 1)
+    pairs.keys[:4], pairs.values[:4] = float("nan"), float("nan")
     pairs.host_lengths[0] = 0
     pairs.lengths[0] = 0
     early = torch.tensor([-1, 100], dtype=torch.int32)  # the first query comes before every pair
