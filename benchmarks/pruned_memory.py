@@ -16,13 +16,13 @@ One prefill with each cache, same model and tokens. Columns:
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
+from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.cache_random import RandomCache
 from nearfar.modeling.cache_registry import cache_kept_pairs, cache_nbytes
 from nearfar.modeling.cache_streaming_llm import StreamingLLMCache
@@ -136,16 +136,17 @@ def main() -> None:
     for row in rows:
         kept_mib = row["pair_bytes"] / mib
         over = 100 * (row["cache_bytes"] / row["pair_bytes"] - 1)
-        got = 100 * (row["allocated"] / row["pair_bytes"] - 1)
-        allocated = f"{row['allocated'] / mib:.1f} ({got:+.1f} %)" if row["allocated"] else "-"
+        grown = 100 * (row["allocated"] / row["pair_bytes"] - 1)
+        allocated_text = f"{row['allocated'] / mib:.1f} ({grown:+.1f} %)" if row["allocated"] else "-"
         print(
             f"{row['cache']:24} {row['pairs']:>10} {kept_mib:>10.1f} MiB {row['cache_bytes'] / mib:>7.1f} "
-            f"({over:+.1f} %) {allocated:>16} {row['peak_held'] / mib:>9.1f} "
+            f"({over:+.1f} %) {allocated_text:>16} {row['peak_held'] / mib:>9.1f} "
             f"(x {row['peak_over_kept_and_a_layer']:.3f}) {row['allocator_peak'] / mib:>11.1f} MiB"
         )
     if args.out:
-        args.out.write_text(json.dumps({"device": device, "arguments": vars(args) | {"out": None}, "rows": rows}))
+        figures = json.dumps({"device": device, "arguments": vars(args) | {"out": None}, "rows": rows}, indent=2)
+        write_beside(args.out, lambda file: file.write_text(figures + "\n", encoding="utf-8"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

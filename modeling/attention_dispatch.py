@@ -133,7 +133,8 @@ def _attention_function(stock_name: str) -> Callable[..., AttentionOutput]:
     def attention(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
     ) -> AttentionOutput:
-        module.config._attn_implementation = stock_name
+        config: Any = module.config
+        config._attn_implementation = stock_name
         if not isinstance(key, CacheHandle):
             return _stock_function(module, stock_name)(module, query, key, value, mask, **kwargs)
         scaling = kwargs.get("scaling")

@@ -54,7 +54,7 @@ class StreamingLLMCache(PrunedCache):
         return states.positions[:, None].expand(batch, heads, n).float()
 
     def after_eviction(self, layer: RaggedLayer) -> None:
-        if self._rotation is None or layer.store is None:
+        if self._rotation is None:
             return
         store, sinks = layer.store, self.sink_tokens
         if bool((store.pairs.host_lengths <= sinks).any()):

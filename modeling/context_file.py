@@ -5,8 +5,6 @@ what they are. See `PrunedCache.save_context` and `load_context`.
 """
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from .atomic_file import write_beside
+from .ragged_layer import RaggedLayer
 from .ragged_store import Pending, RaggedStore
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ def write_context(path: Path, cache: "PrunedCache") -> None:
     layers: list[dict[str, Any]] = []
     for index, layer in enumerate(cache.layers):
         prefix = f"layers.{index}."
-        store = getattr(layer, "store", None)
-        if store is None:
+        if not isinstance(layer, RaggedLayer):
             tensors[prefix + "keys"], tensors[prefix + "values"] = layer.keys, layer.values
             layers.append({"kind": "sliding", "seen": layer.get_seq_length()})
             continue
@@ -49,11 +48,11 @@ def write_context(path: Path, cache: "PrunedCache") -> None:
         layers.append(
             {
                 "kind": "ragged",
-                "batch": store.batch,
-                "heads": store.heads,
+                "batch": compact.batch,
+                "heads": compact.heads,
                 "seen": layer.seen,
                 "evicted": layer.evicted,
-                "real_tokens": store.real_tokens,
+                "real_tokens": compact.real_tokens,
                 "pending": len(compact.pending),
                 "extra": sorted(layer.extra),
             }
@@ -67,15 +66,7 @@ def write_context(path: Path, cache: "PrunedCache") -> None:
         "layers": layers,
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
-    try:
-        save_file(tensors, beside, metadata={"nearfar": json.dumps(description)})
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise
+    write_beside(path, lambda file: save_file(tensors, file, metadata={"nearfar": json.dumps(description)}))
 
 
 def read_context(

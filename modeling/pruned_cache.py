@@ -93,7 +93,7 @@ class PrunedCache(Cache):
     """
 
     default_allocation: Allocation = "uniform"
-    is_compileable = False  # type: ignore[assignment]  # lengths change from step to step
+    is_compileable = False  # lengths change from step to step
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class PrunedCache(Cache):
         total = 0
         for layer in self.layers:
             if isinstance(layer, RaggedLayer):
-                total += 0 if layer.store is None else layer.store.kept
+                total += layer.store.kept if layer.is_initialized else 0
             elif layer.is_initialized:
                 total += math.prod(layer.keys.shape[:3])
         return total
@@ -170,7 +170,7 @@ class PrunedCache(Cache):
     def kept_columns(self, layer_idx: int, row: int = 0) -> list[list[int]]:
         """Per key-value head, the kept tokens' indices in the row's sequence (padding counted), ascending."""
         layer = self.layers[layer_idx]
-        if not isinstance(layer, RaggedLayer) or layer.store is None:
+        if not isinstance(layer, RaggedLayer) or not layer.is_initialized:
             raise ValueError(f"Layer {layer_idx} holds no pruned pairs.")
         pairs, heads = layer.store.pairs, layer.store.heads
         segments = range(row * heads, (row + 1) * heads)
@@ -192,7 +192,6 @@ class PrunedCache(Cache):
     def attend(self, layer: RaggedLayer, call: AttentionCall) -> AttentionOutput:
         """Attention of one layer's new tokens over what is kept and themselves; then eviction where it is due."""
         refuse_unsupported(call)
-        assert layer.store is not None
         batch, _, n, _ = call.keys.shape
         first_layer, last_layer = self._ends()
         layer.wake()
@@ -224,7 +223,6 @@ class PrunedCache(Cache):
     def _attend_stored(
         self, layer: RaggedLayer, call: AttentionCall, valid: torch.Tensor | None, first_column: int
     ) -> AttentionOutput:
-        assert layer.store is not None
         store, n = layer.store, call.query.shape[2]
         even = store.uniform_length
         if even is not None and valid is None and not layer.extra:
@@ -251,7 +249,7 @@ class PrunedCache(Cache):
         self, layer: RaggedLayer, position_ids: torch.Tensor | None, valid: torch.Tensor | None, batch: int, n: int
     ) -> torch.Tensor:
         """`(batch, n)`, int64: what the model says, or the count of real tokens before."""
-        assert layer.store is not None and layer.device is not None
+        assert layer.device is not None
         if position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == n:
             return position_ids.to(layer.device).long().expand(batch, n)
         before = torch.tensor(layer.store.real_tokens, device=layer.device)[:, None]
@@ -262,10 +260,9 @@ class PrunedCache(Cache):
 
     def compress(self) -> None:
         """Evict down to the budget now, in all layers; nothing happens where the budget is not exceeded."""
-        layers = [layer for layer in self.ragged_layers if layer.store is not None and layer.seen > 0]
+        layers = [layer for layer in self.ragged_layers if layer.seen > 0]
         if not layers:
             return
-        assert layers[0].store is not None
         self._set_row_budgets(layers[0].store.real_tokens)
         self._evict_all(layers)
 
@@ -310,14 +307,14 @@ class PrunedCache(Cache):
             keys, values = source.keys, source.values
             n, seen = keys.shape[2], full_cache.get_seq_length()
             layer.lazy_initialization(keys, values)
-            assert layer.store is not None
             valid = None
             if attention_mask is not None and not bool(attention_mask.all()):
                 valid = attention_mask[:, -n:].to(keys.device).bool()
             steps = torch.arange(seen - n, seen, device=keys.device).expand(keys.shape[0], n)
             positions = steps
             if valid is not None:
-                whole = attention_mask.to(keys.device).long()  # type: ignore[union-attr]
+                assert attention_mask is not None
+                whole = attention_mask.to(keys.device).long()
                 positions = (whole.cumsum(1) - 1).clamp(min=0)[:, -n:]
             tokens = _added(layer.store.real_tokens, valid, n)
             if layer is self._ends()[0]:
@@ -354,13 +351,12 @@ class PrunedCache(Cache):
 
     def _evict_when_due(self, layer: RaggedLayer) -> None:
         """During decode: evict once `eviction_interval` tokens have come and the budget is exceeded."""
-        assert layer.store is not None
         if layer.store.pending_tokens() >= self.eviction_interval and self._over_budget(layer.store.real_tokens):
             self._evict_all(self.ragged_layers)
 
     def _evict_all(self, layers: list[RaggedLayer]) -> None:
         with torch.no_grad():
-            if not self._over_budget(layers[0].store.real_tokens):  # type: ignore[union-attr]
+            if not self._over_budget(layers[0].store.real_tokens):
                 return
             candidates = []
             for layer in layers:
@@ -389,7 +385,6 @@ class PrunedCache(Cache):
         valid: torch.Tensor | None,
     ) -> None:
         """First prefill: store only what survives, straight from the model's states."""
-        assert layer.store is not None
         scores = self._checked_score(TokenStates(layer.layer_idx, keys, values, positions, valid, layer.seen))
         recent = [self.recent_of(budget) for budget in self._budgets()]
         arrivals = layer.arriving_candidates(scores, first_column, valid, self.sink_tokens, recent)
@@ -417,7 +412,7 @@ class PrunedCache(Cache):
         """
         if not rivals:
             return
-        held = sum(rival.store.kept for rival in [*rivals, layer])  # type: ignore[union-attr]
+        held = sum(rival.store.kept for rival in [*rivals, layer])
         allowed = sum(self._budgets()) * self._competing_heads(layer)
         if layer is self._ends()[1] or held > allowed * (1.0 + TRIM_SLACK):
             for rival, keep in zip(rivals, keeps, strict=True):
@@ -425,7 +420,6 @@ class PrunedCache(Cache):
 
     def _keep(self, layer: RaggedLayer, keep: torch.Tensor) -> None:
         layer.wake()
-        assert layer.store is not None
         layer.store.keep(keep.to(layer.store.scores.device), self.eviction_interval)
         layer.evicted = True
         self.after_eviction(layer)
@@ -436,12 +430,10 @@ class PrunedCache(Cache):
         return self._row_budgets
 
     def _competing_heads(self, layer: RaggedLayer) -> int:
-        assert layer.store is not None
         return len(self.ragged_layers) * layer.store.heads
 
     def _score_pending(self, layer: RaggedLayer) -> None:
         """Give the pairs that came since the last eviction their scores."""
-        assert layer.store is not None
         store = layer.store
         if store.pending_tokens() == 0:
             return
@@ -473,7 +465,6 @@ class PrunedCache(Cache):
     def _select(self, candidates: list[Candidates]) -> list[torch.Tensor]:
         """Which candidates stay, one flat mask a layer, by `allocation`."""
         store = self.ragged_layers[0].store
-        assert store is not None
         return select(candidates, self._budgets(), store.heads, len(self.ragged_layers), self.allocation)
 
     # -- rolling back, copies, files --------------------------------------------------------------------------------
@@ -490,10 +481,10 @@ class PrunedCache(Cache):
             ValueError: they took part in an eviction.
         """
         super().crop(tokens_to_remove)
-        layers = [layer for layer in self.ragged_layers if layer.store is not None]
+        layers = [layer for layer in self.ragged_layers if layer.is_initialized]
         if self._recording and not self._held and layers:
             if self._row_budgets is None:
-                self._set_row_budgets(layers[0].store.real_tokens)  # type: ignore[union-attr]
+                self._set_row_budgets(layers[0].store.real_tokens)
             self._evict_when_due(layers[-1])
 
     def reset(self) -> None:
@@ -616,7 +607,7 @@ def _all_tensors(layers: list[Any]) -> Iterator[torch.Tensor]:
 def _copy_layer_state(layer: Any) -> Any:
     if isinstance(layer, RaggedLayer):
         with layer.awake():
-            store = None if layer.store is None else layer.store.clone()
+            store = layer.store.clone() if layer.is_initialized else None
         extra = {name: tensor.clone() for name, tensor in layer.extra.items()}
         return store, layer.seen, layer.evicted, extra, layer.device
     if not layer.is_initialized:
@@ -627,9 +618,12 @@ def _copy_layer_state(layer: Any) -> Any:
 def _put_layer_state(layer: Any, state: Any) -> None:
     if isinstance(layer, RaggedLayer):
         store, layer.seen, layer.evicted, extra, layer.device = state
-        layer.store = None if store is None else store.clone()
+        if store is None:
+            layer.reset()
+            return
+        layer.store = store.clone()
         layer.extra = {name: tensor.clone() for name, tensor in extra.items()}
-        layer.is_initialized = store is not None
+        layer.is_initialized = True
         layer.resting = None
         layer.rest()
     elif state is None:

@@ -30,7 +30,7 @@ class RaggedLayer(CacheLayerMixin):
         self.layer_idx = layer_idx
         self.window = window
         self.is_sliding = window is not None
-        self.store: RaggedStore | None = None
+        self._store: RaggedStore | None = None
         self.seen = 0
         self.evicted = False
         self.device: torch.device | None = None
@@ -48,8 +48,19 @@ class RaggedLayer(CacheLayerMixin):
         return cache
 
     @property
+    def store(self) -> RaggedStore:
+        """The pairs; there are none before the first `update`."""
+        if self._store is None:
+            raise RuntimeError("This layer has not seen any token yet.")
+        return self._store
+
+    @store.setter
+    def store(self, store: RaggedStore) -> None:
+        self._store = store
+
+    @property
     def batch_size(self) -> int:
-        return -1 if self.store is None else self.store.batch
+        return self.store.batch if self.is_initialized else -1
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, heads = key_states.shape[:2]
@@ -67,7 +78,6 @@ class RaggedLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.store is not None
         if key_states.shape[0] != self.store.batch:
             raise ValueError(
                 f"The cache holds {self.store.batch} row(s) and got {key_states.shape[0]}: call reset() before "
@@ -92,7 +102,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor the layer holds."""
-        if self.store is None:
+        if not self.is_initialized:
             return []
         resting = self.resting.tensors() if self.resting is not None else []
         return [*self.store.tensors(), *resting, *self.extra.values()]
@@ -100,7 +110,6 @@ class RaggedLayer(CacheLayerMixin):
     def candidates(self, sink_tokens: int, recent_tokens: list[int]) -> Candidates:
         """The pairs held, all scored, with the sinks and each row's newest `recent_tokens` marked as protected."""
         store = self.store
-        assert store is not None
         pairs, rows = store.pairs, store.row_slots()
         scores = store.scores.masked_fill(~store.filled(), -math.inf)
         shape = (store.batch, store.heads)
@@ -149,14 +158,14 @@ class RaggedLayer(CacheLayerMixin):
     def wake(self) -> None:
         """Bring the pairs to where attention needs them: on the model's device, in the model's dtype."""
         self.prefetch()
-        if self.resting is not None and self.store is not None and self.asleep:
+        if self.resting is not None and self.asleep:
             wake_up(self.store, self.resting)
             self.asleep = False
 
     def rest(self) -> None:
         """Put the pairs away as the cache's settings say."""
         cache = self.cache
-        if cache.quantization is not None and self.store is not None and not self.asleep:
+        if cache.quantization is not None and self.is_initialized and not self.asleep:
             self.resting = put_to_rest(self.store, int(cache.quantization.removeprefix("int")), self.resting)
             self.asleep = True
         if cache.offload_layers:
@@ -177,24 +186,24 @@ class RaggedLayer(CacheLayerMixin):
             self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
-        if self.store is not None and self.store.scores.device != device:
+        if self.is_initialized and self.store.scores.device != device:
             self.store = self.store.to(device)
             self.extra = {name: tensor.to(device) for name, tensor in self.extra.items()}
             self.resting = None if self.resting is None else self.resting.to(device)
 
     def reset(self) -> None:
-        self.store, self.seen, self.evicted, self.extra, self.is_initialized = None, 0, False, {}, False
+        self._store, self.seen, self.evicted, self.extra, self.is_initialized = None, 0, False, {}, False
         self.resting, self.asleep = None, False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.store is not None:
+        if self.is_initialized:
             self.batch_select_indices(torch.arange(self.store.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.store is not None:
+        if self.is_initialized:
             if indices.dtype == torch.bool:
                 indices = indices.nonzero()[:, 0]
             with self.awake():
@@ -208,7 +217,7 @@ class RaggedLayer(CacheLayerMixin):
             ValueError: some of the tokens took part in an eviction, which cannot be undone.
         """
         remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
-        if remove == 0 or self.store is None:
+        if remove == 0 or not self.is_initialized:
             return
         pending = self.store.pending_tokens()
         if remove > self.seen or remove > pending:

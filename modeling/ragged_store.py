@@ -6,6 +6,7 @@ When the spare slots are used up the segments are laid out anew (amortised by gr
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -360,17 +361,13 @@ class RaggedStore:
         host = ("host_lengths", "capacities")
         return self._map(lambda tensor: tensor.to(device), skip=host)
 
-    def _map(self, function, skip: tuple[str, ...] = ()) -> "RaggedStore":  # type: ignore[no-untyped-def]
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor], skip: tuple[str, ...] = ()) -> "RaggedStore":
         def apply(name: str, tensor: torch.Tensor) -> torch.Tensor:
             return tensor if name in skip else function(tensor)
 
-        pairs = dataclasses.replace(
-            self.pairs,
-            **{
-                name: apply(name, getattr(self.pairs, name))
-                for name in ("keys", "values", "columns", "starts", "lengths", "host_lengths")
-            },
-        )
+        pairs = dataclasses.replace(self.pairs)
+        for name in ("keys", "values", "columns", "starts", "lengths", "host_lengths"):
+            setattr(pairs, name, apply(name, getattr(self.pairs, name)))
         pending = [
             Pending(function(piece.positions), None if piece.valid is None else function(piece.valid))
             for piece in self.pending

@@ -51,8 +51,8 @@ class QuantizedRows:
         return [self.codes, self.scale, self.zero_point]
 
     def to(self, device: torch.device) -> "QuantizedRows":
-        moved = (tensor.to(device) for tensor in self.tensors())
-        return QuantizedRows(*moved, self.bits, self.dtype)
+        codes, scale, zero_point = (tensor.to(device) for tensor in self.tensors())
+        return QuantizedRows(codes, scale, zero_point, self.bits, self.dtype)
 
 
 @dataclass

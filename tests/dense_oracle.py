@@ -72,7 +72,7 @@ class Drive:
     def _held(self, layer, batch: int) -> list[list[list[int]]] | None:
         if not isinstance(layer, RaggedLayer):
             return None
-        if layer.store is None:
+        if not layer.is_initialized:
             return [[[] for _ in range(64)] for _ in range(batch)]
         return [self.cache.kept_columns(layer.layer_idx, row) for row in range(batch)]
 

@@ -1,0 +1,65 @@
+"""nearfar: near tokens in full, far tokens compressed.
+
+The public names below are loaded on first use, so `import nearfar` alone imports neither torch nor transformers::
+
+    from nearfar import StreamingLLMCache
+
+    cache = StreamingLLMCache(model, budget=512)
+    model.generate(**inputs, past_key_values=cache)
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# In a checkout the subpackages (modeling/, evaluation/, …) lie beside this folder rather than inside it. With the
+# checkout on the search path, `import nearfar.modeling` therefore works without an install.
+_parent = Path(__file__).resolve().parent.parent
+if (_parent / "setup.py").is_file() and (_parent / "modeling" / "__init__.py").is_file():
+    __path__.append(str(_parent))
+del _parent
+
+# Public name -> the submodule that defines it. The imports under TYPE_CHECKING say the same to type checkers.
+_PUBLIC_NAMES: dict[str, str] = {
+    "KeyPrototypes": "modeling.key_prototypes",
+    "ProactiveCache": "modeling.cache_proactive",
+    "PrunedCache": "modeling.pruned_cache",
+    "RandomCache": "modeling.cache_random",
+    "StreamingLLMCache": "modeling.cache_streaming_llm",
+}
+
+if TYPE_CHECKING:
+    from .modeling.cache_proactive import ProactiveCache
+    from .modeling.cache_random import RandomCache
+    from .modeling.cache_streaming_llm import StreamingLLMCache
+    from .modeling.key_prototypes import KeyPrototypes
+    from .modeling.pruned_cache import PrunedCache
+
+__all__ = [
+    "KeyPrototypes",
+    "ProactiveCache",
+    "PrunedCache",
+    "RandomCache",
+    "StreamingLLMCache",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use.
+
+    Raises:
+        AttributeError: `name` is not a public name of nearfar.
+    """
+    submodule = _PUBLIC_NAMES.get(name)
+    if submodule is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its public names: {', '.join(__all__)}")
+    value = getattr(import_module(f"{__name__}.{submodule}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

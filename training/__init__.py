@@ -1,0 +1,1 @@
+"""Training: losses, optimisers, curricula, collators and distillation, on transformers' Trainer and Accelerate."""
