@@ -1,6 +1,7 @@
 """Which pairs survive: top-K inside a head, across a layer's heads, or across all layers and heads."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -15,27 +16,24 @@ def keep_top_k(scores: torch.Tensor, k: list[int]) -> torch.Tensor:
 
     Args:
         scores: `(rows, n)`, float; -inf marks entries that cannot be kept, +inf entries that must be.
-        k: one count a row. A row with fewer finite or +inf entries keeps them all.
+        k: one count a row; fastest when they are all equal. A row with fewer finite or +inf entries keeps them all.
 
     Returns:
         `(rows, n)`, bool.
     """
     rows, n = scores.shape
-    keep = torch.zeros_like(scores, dtype=torch.bool)
+    if rows > 1 and len(set(k)) > 1:
+        return torch.cat([keep_top_k(scores[row : row + 1], [k[row]]) for row in range(rows)])
     candidates = scores > -math.inf
-    for row in range(rows):
-        count = min(k[row], n)
-        if count <= 0:
-            continue
-        if count == n:
-            keep[row] = candidates[row]
-            continue
-        threshold = torch.topk(scores[row], count, sorted=False).values.min()
-        above = scores[row] > threshold
-        level = scores[row] == threshold
-        room = count - above.sum()
-        keep[row] = (above | (level & (level.cumsum(0) <= room))) & candidates[row]
-    return keep
+    count = min(k[0], n)
+    if count <= 0:
+        return torch.zeros_like(candidates)
+    if count == n:
+        return candidates
+    threshold = torch.topk(scores, count, dim=1, sorted=False).values.amin(1, keepdim=True)
+    above, level = scores > threshold, scores == threshold
+    room = count - above.sum(1, keepdim=True)
+    return (above | (level & (level.cumsum(1) <= room))) & candidates
 
 
 def keep_top_k_reference(scores: torch.Tensor, k: list[int]) -> torch.Tensor:
@@ -77,22 +75,36 @@ def select(
     Returns:
         For each layer, `(slots,)`, bool.
     """
-    keeps = [torch.zeros_like(layer.scores, dtype=torch.bool) for layer in candidates]
-    for row, budget in enumerate(budgets):
-        spans = [slice(*layer.rows[row]) for layer in candidates]
-        if allocation == "global":
-            device = candidates[0].scores.device
-            parts = [layer.scores[span].to(device) for layer, span in zip(candidates, spans, strict=True)]
-            kept = keep_top_k(torch.cat(parts)[None], [budget * heads * layers])[0]
-            for keep, span, part in zip(keeps, spans, kept.split([len(part) for part in parts]), strict=True):
-                keep[span] = part.to(keep.device)
-            continue
-        for layer, keep, span in zip(candidates, keeps, spans, strict=True):
-            if allocation == "head":
-                keep[span] = keep_top_k(layer.scores[span][None], [budget * heads])[0]
-            else:  # all heads of a row hold equally many pairs, so its slots form a rectangle
-                keep[span] = keep_top_k(layer.scores[span].view(heads, -1), [budget] * heads).view(-1)
+    if allocation == "global":
+        keeps = _select_globally(candidates, [budget * heads * layers for budget in budgets])
+    elif allocation == "head":
+        keeps = [
+            _by_row(layer, lambda part, budget: keep_top_k(part[None], [budget * heads])[0], budgets)
+            for layer in candidates
+        ]
+    else:  # all heads of a row hold equally many pairs, so its slots form a rectangle
+        keeps = [
+            _by_row(layer, lambda part, budget: keep_top_k(part.view(heads, -1), [budget] * heads).view(-1), budgets)
+            for layer in candidates
+        ]
     return keeps
+
+
+def _by_row(
+    layer: Candidates, choose: Callable[[torch.Tensor, int], torch.Tensor], budgets: list[int]
+) -> torch.Tensor:
+    parts = [choose(layer.scores[slice(*span)], budget) for span, budget in zip(layer.rows, budgets, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _select_globally(candidates: list[Candidates], totals: list[int]) -> list[torch.Tensor]:
+    device, by_row = candidates[0].scores.device, []
+    for row, total in enumerate(totals):
+        parts = [layer.scores[slice(*layer.rows[row])].to(device) for layer in candidates]
+        kept = keep_top_k(torch.cat(parts)[None], [total])[0]
+        by_row.append(kept.split([len(part) for part in parts]))
+    keeps = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*by_row, strict=True)]
+    return [keep.to(layer.scores.device) for keep, layer in zip(keeps, candidates, strict=True)]
 
 
 def check_budget(

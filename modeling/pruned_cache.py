@@ -38,8 +38,10 @@ from .resting_pairs import QUANTIZATIONS, Quantization
 
 # Share of the budget that goes to the newest tokens unless the user says otherwise.
 RECENT_SHARE = 0.25
-# Earlier layers are trimmed again once they hold this much more than the whole budget (each trim copies them).
-TRIM_SLACK = 0.03
+# A trim copies what stays of every earlier layer, so it waits until they hold more than the whole budget by this share,
+# and by this many bytes.
+TRIM_SLACK = 0.08
+TRIM_BYTES = 16 << 20
 
 
 @dataclass
@@ -125,6 +127,7 @@ class PrunedCache(Cache):
         self._held = False
         self._recording = False
         self._row_budgets: list[int] | None = None
+        self._contenders: dict[int, tuple[tuple[int, int], Candidates]] = {}
         self._mask_memo: tuple[Any, torch.Tensor | None] | None = None
         super().__init__(layers=self._make_layers())
 
@@ -364,6 +367,7 @@ class PrunedCache(Cache):
                 self._score_pending(layer)
                 candidates.append(self._candidates(layer))
                 layer.rest()
+            self._contenders.clear()
             for layer, keep in zip(layers, self._select(candidates), strict=True):
                 self._keep(layer, keep)
 
@@ -410,17 +414,22 @@ class PrunedCache(Cache):
         The best of all layers so far contain the best of all layers, so trimming at any time is exact. It is put off
         while the surplus is small, because it copies what stays.
         """
+        last = layer is self._ends()[1]
+        if last or not rivals:
+            self._contenders.clear()
         if not rivals:
             return
         held = sum(rival.store.kept for rival in [*rivals, layer])
         allowed = sum(self._budgets()) * self._competing_heads(layer)
-        if layer is self._ends()[1] or held > allowed * (1.0 + TRIM_SLACK):
+        pairs = layer.store.pairs
+        pair_bytes = (pairs.keys.shape[1] + pairs.values.shape[1]) * pairs.keys.element_size()
+        if last or held - allowed > max(TRIM_SLACK * allowed, TRIM_BYTES / pair_bytes):
             for rival, keep in zip(rivals, keeps, strict=True):
                 self._keep(rival, keep)
 
     def _keep(self, layer: RaggedLayer, keep: torch.Tensor) -> None:
         layer.wake()
-        layer.store.keep(keep.to(layer.store.scores.device), self.eviction_interval)
+        layer.store.keep(keep, self.eviction_interval)
         layer.evicted = True
         self.after_eviction(layer)
         layer.rest()
@@ -460,7 +469,13 @@ class PrunedCache(Cache):
         return scores
 
     def _candidates(self, layer: RaggedLayer) -> Candidates:
-        return layer.candidates(self.sink_tokens, [self.recent_of(budget) for budget in self._budgets()])
+        """The layer's pairs as competitors; remembered while later layers of the same pass compete with them."""
+        now = (layer.store.layout, layer.seen)
+        known = self._contenders.get(layer.layer_idx)
+        if known is None or known[0] != now:
+            recent = [self.recent_of(budget) for budget in self._budgets()]
+            known = self._contenders[layer.layer_idx] = (now, layer.candidates(self.sink_tokens, recent))
+        return known[1]
 
     def _select(self, candidates: list[Candidates]) -> list[torch.Tensor]:
         """Which candidates stay, one flat mask a layer, by `allocation`."""
@@ -491,6 +506,7 @@ class PrunedCache(Cache):
         """Empty the cache; its settings stay."""
         self.layers = self._make_layers()
         self._row_budgets = self._mask_memo = None
+        self._contenders.clear()
         self._held = self._recording = False
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -530,7 +546,7 @@ class PrunedCache(Cache):
         twin.__dict__.update(self.__dict__)
         memo[id(self)] = twin
         twin.layers = twin._make_layers()
-        twin._mask_memo = None
+        twin._mask_memo, twin._contenders = None, {}
         twin.restore(self.snapshot())
         return twin
 

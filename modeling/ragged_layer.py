@@ -110,18 +110,17 @@ class RaggedLayer(CacheLayerMixin):
     def candidates(self, sink_tokens: int, recent_tokens: list[int]) -> Candidates:
         """The pairs held, all scored, with the sinks and each row's newest `recent_tokens` marked as protected."""
         store = self.store
-        pairs, rows = store.pairs, store.row_slots()
-        scores = store.scores.masked_fill(~store.filled(), -math.inf)
-        shape = (store.batch, store.heads)
+        pairs, shape = store.pairs, (store.batch, store.heads)
+        segment, filled = store.slot_owners()
+        row = segment // store.heads
+        recent = torch.tensor(recent_tokens, device=row.device)
         last = pairs.columns[(pairs.starts + pairs.lengths - 1).clamp(min=0)].view(shape).amax(1)
-        first = pairs.columns[pairs.starts.clamp(max=len(scores) - 1)].view(shape).amin(1)
-        for row, (start, end) in enumerate(rows):
-            columns, part = pairs.columns[start:end], scores[start:end]
-            protected = columns > last[row] - recent_tokens[row]
-            if sink_tokens:  # the first token is a sink and still here, so it tells where the row begins
-                protected |= columns < first[row] + sink_tokens
-            scores[start:end] = torch.where(protected & (part > -math.inf), math.inf, part)
-        return Candidates(self._within_window(scores, pairs.columns), rows)
+        protected = pairs.columns > (last - recent)[row]
+        if sink_tokens:  # the first token is a sink and still here, so it tells where the row begins
+            first = pairs.columns[pairs.starts.clamp(max=len(row) - 1)].view(shape).amin(1)
+            protected |= pairs.columns < (first + sink_tokens)[row]
+        scores = store.scores.masked_fill(protected, math.inf).masked_fill_(~filled, -math.inf)
+        return Candidates(self._within_window(scores, pairs.columns), store.row_slots())
 
     def arriving_candidates(
         self,

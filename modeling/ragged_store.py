@@ -109,8 +109,14 @@ class RaggedStore:
 
     def filled(self) -> torch.Tensor:
         """`(slots,)`, bool: the slots that hold a pair."""
-        segment, offset = self._slot_owners()
-        return offset < self.pairs.lengths[segment]
+        return self.slot_owners()[1]
+
+    def slot_owners(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each slot's segment, and whether it holds a pair; both `(slots,)`."""
+        slots, pairs = self.scores.shape[0], self.pairs
+        segment = torch.repeat_interleave(self.capacities.to(pairs.starts.device), output_size=slots)
+        ends = (pairs.starts + pairs.lengths)[segment]
+        return segment, torch.arange(slots, device=ends.device) < ends
 
     def row_slots(self) -> list[tuple[int, int]]:
         """First slot and end slot of each row: a row's segments lie side by side."""
@@ -125,16 +131,6 @@ class RaggedStore:
         for piece in self.pending:
             held += [piece.positions] if piece.valid is None else [piece.positions, piece.valid]
         return held
-
-    def _slot_owners(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Segment of each slot and the slot's offset in it, both `(slots,)`."""
-        device, starts = self.pairs.keys.device, self.pairs.starts
-        segment = torch.repeat_interleave(
-            torch.arange(len(self.capacities), device=device),
-            self.capacities.to(device),
-            output_size=self.scores.shape[0],
-        )
-        return segment, torch.arange(len(segment), device=device) - starts[segment]
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -168,7 +164,7 @@ class RaggedStore:
         self._note_tokens(positions, valid, added)
         added = added.repeat_interleave(heads)
         if bool((self.pairs.host_lengths + added > self.capacities).any()):
-            self._lay_out(self.pairs.host_lengths + added + spare)
+            self.grow(self.pairs.host_lengths + added + spare)
         pairs = self.pairs
         slots = (pairs.starts + pairs.lengths).view(batch, heads, 1) + ranks[:, None, :]
         flat_keys, flat_values = keys.reshape(-1, keys.shape[-1]), values.reshape(-1, values.shape[-1])
@@ -209,58 +205,58 @@ class RaggedStore:
         self.pending.clear()
         lengths = keep.sum(-1).view(-1)
         host_lengths = lengths.cpu()
-        self._lay_out(host_lengths + spare)
-        pairs = self.pairs
+        target = self._lay_out(host_lengths, lengths, host_lengths + spare)
         row, head, column = keep.nonzero(as_tuple=True)
-        slots = self._packed_slots(host_lengths, lengths)
-        pairs.keys[slots] = keys[row, head, column]
-        pairs.values[slots] = values[row, head, column]
-        pairs.columns[slots] = column.int() + first_column
-        self.scores[slots] = scores[row, head, column]
-        pairs.host_lengths, pairs.lengths = host_lengths, lengths.clone()
-
-    def _packed_slots(self, host_lengths: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Slots of the first `lengths[s]` places of every segment s, in order."""
-        total, device = int(host_lengths.sum()), lengths.device
-        owners = torch.arange(len(lengths), device=device)
-        segment = torch.repeat_interleave(owners, lengths, output_size=total)
-        rank = torch.arange(total, device=device) - (lengths.cumsum(0) - lengths)[segment]
-        return self.pairs.starts[segment] + rank
+        pairs = self.pairs
+        slots = int(self.capacities.sum())
+        pairs.keys = _scattered(keys[row, head, column], target, slots)
+        pairs.values = _scattered(values[row, head, column], target, slots)
+        pairs.columns = _scattered((column + first_column).int(), target, slots)
+        self.scores = _scattered(scores[row, head, column], target, slots)
 
     def keep(self, mask: torch.Tensor, spare: int) -> None:
-        """Keep the slots in `mask` `(slots,)`, free the rest, leave `spare` free slots in every segment."""
-        mask = mask & self.filled()
-        segment, _ = self._slot_owners()
-        lengths = torch.zeros_like(self.pairs.lengths).index_add_(0, segment[mask], torch.ones_like(segment[mask]))
-        self._move(mask.nonzero()[:, 0], lengths.cpu(), lengths, lengths.cpu() + spare)
+        """Keep the slots in `mask` `(slots,)`, free the rest, leave `spare` free slots in every segment.
 
-    def _lay_out(self, capacities: torch.Tensor) -> None:
-        """Give every segment `capacities[s]` slots, keeping its pairs."""
+        Args:
+            mask: bool, False at slots that hold no pair.
+        """
+        counts = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
+        starts = self.pairs.starts
+        ends = torch.cat([starts[1:], starts.new_full((1,), mask.shape[0])])
+        lengths = counts[ends] - counts[starts]
+        host_lengths = lengths.cpu()
+        self._move(mask.nonzero()[:, 0], host_lengths, lengths, host_lengths + spare)
+
+    def grow(self, capacities: torch.Tensor) -> None:
+        """Give every segment `capacities[s]` slots (int64, on the CPU), keeping its pairs."""
         self._move(self.filled().nonzero()[:, 0], self.pairs.host_lengths, self.pairs.lengths, capacities)
 
     def _move(
         self, source: torch.Tensor, host_lengths: torch.Tensor, lengths: torch.Tensor, capacities: torch.Tensor
     ) -> None:
         """New buffers with `capacities`, whose segments take `lengths[s]` pairs each from slots `source` in turn."""
-        old = self.pairs
-        starts = (capacities.cumsum(0) - capacities).to(old.keys.device)
-        slots = int(capacities.sum())
-        self.capacities = capacities
-        self.layout += 1
-        self.pairs = dataclasses.replace(
-            old, starts=starts, lengths=lengths.clone(), host_lengths=host_lengths.clone()
-        )
-        target = self._packed_slots(host_lengths, lengths)
+        target = self._lay_out(host_lengths, lengths, capacities)
+        slots, pairs = int(capacities.sum()), self.pairs
         # One buffer at a time, so that at most one is held twice.
         for name in ("keys", "values", "columns"):
-            buffer = getattr(old, name)
-            fresh = buffer.new_empty(slots, *buffer.shape[1:])
-            fresh[target] = buffer[source]
-            setattr(self.pairs, name, fresh)
-            setattr(old, name, fresh)
-        fresh = self.scores.new_zeros(slots)
-        fresh[target] = self.scores[source]
-        self.scores = fresh
+            setattr(pairs, name, _scattered(getattr(pairs, name)[source], target, slots))
+        self.scores = _scattered(self.scores[source], target, slots)
+
+    def _lay_out(self, host_lengths: torch.Tensor, lengths: torch.Tensor, capacities: torch.Tensor) -> torch.Tensor:
+        """Give out slots anew; returns the slots of the first `lengths[s]` places of every segment s, in order.
+
+        The buffers are the caller's to fill.
+        """
+        host_starts = capacities.cumsum(0) - capacities
+        starts, total = host_starts.to(lengths.device), int(host_lengths.sum())
+        shift = starts - (lengths.cumsum(0) - lengths)
+        self.capacities, self.layout = capacities, self.layout + 1
+        # Copies: on a CPU the two lengths may be one tensor, and both are counted up in place.
+        self.pairs = dataclasses.replace(
+            self.pairs, starts=starts, lengths=lengths.clone(), host_lengths=host_lengths.clone()
+        )
+        owners = torch.repeat_interleave(lengths, output_size=total)
+        return torch.arange(total, device=starts.device) + shift[owners]
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """The batch becomes `[rows[0], rows[1], …]` (repeats allowed)."""
@@ -292,10 +288,10 @@ class RaggedStore:
 
     def crop(self, end_column: int, n: int) -> None:
         """Forget the last n tokens, all of them pending: those from column `end_column` on."""
-        segment, _ = self._slot_owners()
-        stay = self.filled() & (self.pairs.columns < end_column)
-        lengths = torch.zeros_like(self.pairs.lengths).index_add_(0, segment[stay], torch.ones_like(segment[stay]))
-        self.pairs.lengths, self.pairs.host_lengths = lengths, lengths.cpu().clone()
+        segment, filled = self.slot_owners()
+        stay = segment[filled & (self.pairs.columns < end_column)]
+        host_lengths = torch.bincount(stay, minlength=self.batch * self.heads).cpu()
+        self.pairs.host_lengths, self.pairs.lengths = host_lengths, host_lengths.to(segment.device, copy=True)
         while n > 0:
             piece = self.pending.pop()
             dropped = min(n, piece.positions.shape[1])
@@ -380,3 +376,9 @@ class RaggedStore:
             pending,
             self.layout,
         )
+
+
+def _scattered(rows: torch.Tensor, target: torch.Tensor, slots: int) -> torch.Tensor:
+    """A buffer of `slots` whose slots `target` hold `rows`; what the others hold is left open."""
+    buffer = rows.new_empty(slots, *rows.shape[1:])
+    return buffer.index_copy_(0, target, rows)

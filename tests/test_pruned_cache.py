@@ -315,8 +315,10 @@ def test_the_budget_is_met_exactly_after_prefill(allocation: str) -> None:
             assert {0, 1, 47, 48, 49} <= set(head)
 
 
-def test_layer_by_layer_eviction_keeps_the_global_best() -> None:
+@pytest.mark.parametrize("trim_bytes", [0, 1 << 30])
+def test_layer_by_layer_eviction_keeps_the_global_best(trim_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trimming while the prefill goes on must end with the top K over all layers and heads."""
+    monkeypatch.setattr("nearfar.modeling.pruned_cache.TRIM_BYTES", trim_bytes)
     model, budget = tiny_model(), 11
     cache = UnevenCache(model, budget=budget, sink_tokens=1, recent_tokens=1)
     Drive(model, cache).feed(random_ids(1, 40))
@@ -328,7 +330,8 @@ def test_layer_by_layer_eviction_keeps_the_global_best() -> None:
         assert cache.kept_columns(layer) == held.kept_columns(layer)
 
 
-def test_prefill_never_holds_more_than_kept_and_one_layer() -> None:
+def test_prefill_never_holds_more_than_kept_and_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nearfar.modeling.pruned_cache.TRIM_BYTES", 0)
     model, held = tiny_model(), []
 
     class Watched(UnevenCache):
@@ -338,7 +341,7 @@ def test_prefill_never_holds_more_than_kept_and_one_layer() -> None:
 
     cache = Watched(model, budget=10)
     Drive(model, cache).feed(random_ids(1, 200))
-    assert max(held) <= 10 * 6 * 1.03
+    assert max(held) <= 10 * 6 * 1.08
     assert cache.kept_pairs() == 10 * 6
 
 
