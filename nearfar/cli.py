@@ -139,7 +139,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive_int,
         default=None,
         metavar="N",
-        help="CPU threads (default: what a short probe finds fastest)",
+        help="CPU threads (default: what a short probe finds fastest, leaving a core to others)",
     )
     group.add_argument("--traceback", action="store_true", help="on an error show where it came from")
 
@@ -484,6 +484,7 @@ def _demo(args: argparse.Namespace) -> int:
     dtype = find_dtype(args, device)
 
     from nearfar.evaluation import comparison
+    from nearfar.evaluation.machine import available_cores, load_average
 
     source = model_source(args.model)
     if args.text is None:
@@ -500,6 +501,7 @@ def _demo(args: argparse.Namespace) -> int:
     longest = max(len(c.context_ids) + max(len(c.continuation_ids), args.decode_tokens) for c in contexts)
     check_length(load_config(source), longest, "the context with its continuation")
 
+    load = load_average()
     set_threads(args, device)
     name = args.model or DEMO_MODEL
     _say(f"loading {name} ({str(dtype).removeprefix('torch.')}, {device}, {_threads()} thread(s))")
@@ -530,6 +532,7 @@ def _demo(args: argparse.Namespace) -> int:
         command=args.command_line,
         dtype=str(dtype).removeprefix("torch."),
         text=origin,
+        load_average_before=load,
     )
     print(f"\n{heading} ({origin})\n")
     print(comparison.format_table(results))
@@ -539,6 +542,8 @@ def _demo(args: argparse.Namespace) -> int:
     print(f"data:   {json_path}\n")
     for line in comparison.plain_words(results):
         print(line)
+    if load is not None and device.type == "cpu" and load >= available_cores() / 2:
+        print(f"Other programs kept the {available_cores()} cores busy (load {load:.1f}): the times say little.")
     return 1 if failed else 0
 
 

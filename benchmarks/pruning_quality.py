@@ -1,0 +1,479 @@
+"""Needles found and perplexity of every pruning policy, by how much of the cache is kept.
+
+    python benchmarks/pruning_quality.py                                  # SmolLM2-135M, 40 trials; hours on a CPU
+    python benchmarks/pruning_quality.py --device cuda --out results/     # resumes where an interrupted run stopped
+    python benchmarks/pruning_quality.py --trials 4 --ratios 0.25 --policies streaming_llm,proactive
+
+Each trial: one context of --context-tokens with one needle, prefilled once with a full cache; every policy takes that
+cache over (`PrunedCache.ingest`, which evicts for real and is identical to a prefill with the policy itself), at every
+ratio; then the question is asked and the text's continuation scored. The question is unseen when a policy evicts.
+
+Besides, perplexity alone on plain essays (no needle, no chat template) at one fixed budget: --essay-trials,
+--essay-context, --essay-budget.
+
+Columns, for each ratio: hits = needles found; log-prob = mean log-probability of the answer's tokens; ppl = perplexity
+of the continuation, geometric mean over trials. essays = perplexity at the fixed budget. scoring and eviction = median
+time that the policy's scores, and all of it (scores, top-K, copying what is kept), take, in % of the full prefill.
+
+--peers: scores of kvpress's presses, if it is installed, on the same footing (same cache, budget, positions).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import Cache, DynamicCache
+
+from nearfar import cli
+from nearfar.evaluation.comparison import aligned_table, prefill
+from nearfar.evaluation.machine import machine_report, synchronize
+from nearfar.evaluation.needles import NeedleContext, ask_needle, needle_trials
+from nearfar.evaluation.perplexity import continuation_perplexity
+from nearfar.evaluation.texts import Text, load_texts
+from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, make_cache
+from nearfar.modeling.prunable_models import text_config
+from nearfar.modeling.pruned_cache import PrunedCache, TokenStates
+
+# Packaged essays that are long enough, less those that the packaged prototypes were fitted on.
+HELD_OUT = ("worked", "popular", "philosophy", "startuplessons", "langdes", "useful", "desres", "boss", "submarine",
+            "apple", "gba", "hubs")  # fmt: skip
+
+# The proactive cache's heads and allocations; any other policy takes part as it is registered.
+PROACTIVE = (
+    ("linear", "global"),
+    ("prototypes", "global"),
+    ("mlp", "global"),
+    ("cosine", "uniform"),
+    ("cosine", "global"),
+    ("linear", "head"),
+    ("linear", "uniform"),
+    ("prototypes", "head"),
+    ("prototypes", "uniform"),
+)
+
+
+# kvpress's policies that need no second pass over the context.
+PEERS = ("StreamingLLM", "SnapKV", "ExpectedAttention", "Knorm")
+
+
+@dataclass
+class Variant:
+    """One row of the table: a policy with its options."""
+
+    label: str
+    policy: str
+    make: Callable[..., Cache]
+
+
+@dataclass
+class Trial:
+    """One context and the sizes at which it is compressed (`budget` or `retention_ratio`)."""
+
+    kind: str
+    index: int
+    context: NeedleContext
+    sizes: list[dict[str, Any]] = field(default_factory=list)
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+def list_variants(model: Any, policies: Sequence[str], prototypes: str | None) -> list[Variant]:
+    """All rows but the full cache's and the peers'."""
+    variants = []
+    for name in policies:
+        if name == "full":
+            continue
+        options: list[dict[str, Any]] = [{}]
+        if name == "proactive":
+            options = [{"head": head, "allocation": allocation} for head, allocation in PROACTIVE]
+        for chosen in options:
+            label = ", ".join([CACHES[name].label, *chosen.values()])
+            if CACHES[name].needs_prototypes and prototypes is not None:
+                chosen = {**chosen, "prototypes": prototypes}
+            variants.append(Variant(label, name, _maker(name, model, chosen)))
+    return variants
+
+
+def _maker(name: str, model: Any, options: dict[str, Any]) -> Callable[..., Cache]:
+    return lambda **size: make_cache(name, model, **size, **options)
+
+
+def usable(variants: Sequence[Variant]) -> list[Variant]:
+    """The variants that can be made; of the others, why not is printed."""
+    found = []
+    for variant in variants:
+        try:
+            variant.make(retention_ratio=0.5)
+        except (ValueError, TypeError) as error:
+            print(f"left out: {variant.label} ({error})", file=sys.stderr)
+        else:
+            found.append(variant)
+    return found
+
+
+def make_trials(tokenizer: Any, texts: Sequence[Text], args: argparse.Namespace) -> list[Trial]:
+    needed = args.context_tokens + args.continuation_tokens + 1
+    lengths = {
+        text.name: len(tokenizer(text.text, add_special_tokens=False, verbose=False).input_ids) for text in texts
+    }
+    long_enough = [text for text in texts if lengths[text.name] >= needed]
+    if not long_enough:
+        raise cli.UserError(
+            f"no text has the {needed} tokens that a trial needs; the longest has {max(lengths.values())}"
+        )
+    contexts = needle_trials(
+        tokenizer,
+        [text.text for text in long_enough],
+        args.trials,
+        args.context_tokens,
+        args.seed,
+        continuation_tokens=args.continuation_tokens + 1,
+    )
+    sizes = [{"retention_ratio": ratio} for ratio in args.ratios]
+    trials = [Trial("needle", index, context, sizes) for index, context in enumerate(contexts)]
+    plain = [text for text in texts if lengths[text.name] > args.essay_context + args.essay_continuation]
+    for index, text in enumerate(plain[: args.essay_trials]):
+        ids = tuple(tokenizer(text.text, verbose=False).input_ids)
+        stop = args.essay_context
+        context = NeedleContext((), ids[:stop], (), ids[stop : stop + args.essay_continuation + 1])
+        trials.append(Trial("essay", index, context, [{"budget": args.essay_budget}]))
+    return trials
+
+
+def measure(
+    model: Any, variants: Sequence[Variant], trial: Trial, done: set[tuple[Any, ...]]
+) -> Iterator[dict[str, Any]]:
+    """Measurements of one trial that are not in `done`, one dictionary each."""
+    wanted = [(None, {}), *((variant, size) for size in trial.sizes for variant in variants)]
+    wanted = [pair for pair in wanted if _key(_describe(trial, *pair)) not in done]
+    if not wanted:
+        return
+    full = DynamicCache(config=text_config(model))
+    prefill_seconds, _ = prefill(model, full, trial.context.context_ids)
+    for variant, size in wanted:
+        record = _describe(trial, variant, size)
+        cache: Cache = full
+        if variant is None:
+            record["prefill_seconds"] = prefill_seconds
+        else:
+            cache = variant.make(**size)
+            assert isinstance(cache, PrunedCache)
+            with timed_scores(cache, model.device) as scoring:
+                synchronize(model.device)
+                start = time.perf_counter()
+                cache.ingest(full)
+                synchronize(model.device)
+            seconds = time.perf_counter() - start
+            record |= {
+                "eviction_share": seconds / prefill_seconds,
+                "scoring_share": sum(scoring) / prefill_seconds,
+            }
+        record["kept_pairs"] = cache_kept_pairs(cache)
+        if trial.context.needles:
+            answer = ask_needle(model, cache, trial.context.needles[0])
+            record |= {"hit": answer.hit, "log_probability": answer.log_probability}
+        if trial.context.continuation_ids:
+            record["nats"] = continuation_perplexity(model, cache, trial.context.continuation_ids).nats
+        yield record
+
+
+def _describe(trial: Trial, variant: Variant | None, size: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": trial.kind,
+        "trial": trial.index,
+        "variant": "full" if variant is None else variant.label,
+        "size": next(iter(size.values()), None),
+    }
+
+
+def _key(record: dict[str, Any]) -> tuple[Any, ...]:
+    return record["kind"], record["trial"], record["variant"], record["size"]
+
+
+@contextlib.contextmanager
+def timed_scores(cache: PrunedCache, device: torch.device) -> Iterator[list[float]]:
+    """Seconds of each call of the policy's `score`."""
+    seconds: list[float] = []
+    score = cache.score
+
+    def timed(states: TokenStates) -> torch.Tensor:
+        synchronize(device)
+        start = time.perf_counter()
+        scores = score(states)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+        return scores
+
+    cache.score = timed  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        del cache.score
+
+
+# --- peers -----------------------------------------------------------------------------------------------------------
+
+
+class PeerCache(PrunedCache):
+    """kvpress's score for each layer, in our cache: the same budget in every head, as kvpress has it."""
+
+    def __init__(self, model: Any, press: Any, watch: AttentionInputs, **size: Any) -> None:
+        super().__init__(model, allocation="uniform", sink_tokens=0, recent_tokens=1, **size)
+        self.press, self.watch = press, watch
+
+    def score(self, states: TokenStates) -> torch.Tensor:
+        module, hidden, kwargs = self.watch.seen[states.layer_idx]
+        if states.keys.shape[2] != hidden.shape[1]:  # tokens after the prefill, about to be forgotten by a restore
+            return states.positions[:, None].expand(states.keys.shape[:3]).float()
+        # A press may score by how much it is to remove (StreamingLLM's does).
+        kept = self.retention_ratio if self.budget is None else self.budget / hidden.shape[1]
+        self.press.compression_ratio = 1 - (kept or 0.0)
+        scores: torch.Tensor = self.press.score(module, hidden, states.keys, states.values, None, kwargs)
+        return scores
+
+
+class AttentionInputs:
+    """What each attention layer was given in the last prefill: presses look at hidden states."""
+
+    def __init__(self, model: Any) -> None:
+        self.seen: dict[int, tuple[Any, torch.Tensor, dict[str, Any]]] = {}
+        for layer in model.model.layers:
+            # Presses look for the rotary embedding on the attention module.
+            layer.self_attn.rotary_emb = model.model.rotary_emb
+            layer.self_attn.register_forward_hook(self._remember, with_kwargs=True)
+
+    def _remember(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        hidden = kwargs["hidden_states"]
+        if hidden.shape[1] > 512:  # a prefill, not a question or a piece of a continuation
+            self.seen[module.layer_idx] = (module, hidden, {"position_embeddings": kwargs["position_embeddings"]})
+
+
+def list_peers(model: Any) -> list[Variant]:
+    """Some of kvpress's policies; none, with a line that says so, if kvpress cannot be imported."""
+    try:
+        kvpress = importlib.import_module("kvpress")
+        presses = [getattr(kvpress, f"{name}Press") for name in PEERS]
+    except (ImportError, AttributeError) as error:
+        print(f"no peers: kvpress cannot be used here ({error})", file=sys.stderr)
+        return []
+    watch = AttentionInputs(model)
+
+    def variant(press: Any) -> Variant:
+        def make(**size: Any) -> Cache:
+            return PeerCache(model, press(), watch, **size)
+
+        return Variant(f"kvpress {press.__name__.removesuffix('Press')}", "peer", make)
+
+    return [variant(press) for press in presses]
+
+
+# --- records and table -----------------------------------------------------------------------------------------------
+
+
+class Records:
+    """Measurements, kept in memory and, if there is a folder, appended to a file as they come."""
+
+    def __init__(self, folder: Path | None, settings: dict[str, Any]) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.file: Path | None = None
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = folder / "measurements.jsonl"
+        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+        if lines:
+            before = json.loads(lines[0])["settings"]
+            changed = [name for name in settings if before.get(name) != settings[name]]
+            if changed:
+                raise cli.UserError(
+                    f"{self.file} was measured with another {', '.join(changed)}; give another --out, or the same "
+                    f"arguments as before ({', '.join(f'{name}={before.get(name)}' for name in changed)})"
+                )
+        else:
+            self._append({"settings": settings})
+        for line in lines[1:]:
+            with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed
+                self.rows.append(json.loads(line))
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if self.file is not None:
+            self._append(row)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        assert self.file is not None
+        torn = self.file.exists() and not self.file.read_bytes().endswith(b"\n") and self.file.stat().st_size > 0
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(("\n" if torn else "") + json.dumps(row) + "\n")
+
+
+def summarize(rows: Sequence[dict[str, Any]], labels: Sequence[str], ratios: Sequence[float]) -> str:
+    """The table."""
+    header = ["policy"]
+    for ratio in ratios:
+        header += [f"hits {ratio:g}", "log-prob", "ppl"]
+    header += ["essays", "scoring %", "eviction %"]
+    body = []
+    for label in labels:
+        own = [row for row in rows if row["variant"] == label]
+        needles = [row for row in own if row["kind"] == "needle"]
+        cells = [label]
+        for ratio in ratios:
+            at = [row for row in needles if row["size"] in (ratio, None)]
+            cells += [_hits(at), _mean(at, "log_probability"), _perplexity(at)]
+        cells += [_perplexity([row for row in own if row["kind"] == "essay"])]
+        cells += [_percent(needles, "scoring_share"), _percent(needles, "eviction_share")]
+        body.append(cells)
+    return aligned_table(header, body)
+
+
+def _hits(rows: Sequence[dict[str, Any]]) -> str:
+    return f"{sum(row['hit'] for row in rows)}/{len(rows)}" if rows else "-"
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> str:
+    return f"{statistics.fmean(row[name] for row in rows):.2f}" if rows else "-"
+
+
+def _perplexity(rows: Sequence[dict[str, Any]]) -> str:
+    values = [row["nats"] for row in rows if "nats" in row]
+    return f"{math.exp(min(statistics.fmean(values), 700)):.2f}" if values else "-"
+
+
+def _percent(rows: Sequence[dict[str, Any]], name: str) -> str:
+    values = [row[name] for row in rows if name in row]
+    return f"{100 * statistics.median(values):.2f}" if values else "-"
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+
+def _ratios(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="id, folder or packaged name (default: SmolLM2-135M-Instruct, packaged)")
+    parser.add_argument("--essays", nargs="+", help="text files or folders (default: packaged essays, held out)")
+    parser.add_argument("--policies", help="comma-separated registered names (default: all)")
+    parser.add_argument("--prototypes", help="for the proactive cache (default: packaged)")
+    parser.add_argument("--peers", action="store_true", help="also kvpress's scores, if it is installed")
+    parser.add_argument("--trials", type=int, default=40)
+    parser.add_argument("--context-tokens", type=int, default=1900)
+    parser.add_argument("--continuation-tokens", type=int, default=256, help="scored after each context; 0 for none")
+    parser.add_argument(
+        "--ratios", type=lambda text: [float(part) for part in text.split(",")], default=[0.1, 0.25, 0.5]
+    )
+    parser.add_argument("--essay-trials", type=int, default=3, help="plain essays at a fixed budget; 0 for none")
+    parser.add_argument("--essay-context", type=int, default=3072)
+    parser.add_argument("--essay-continuation", type=int, default=512)
+    parser.add_argument("--essay-budget", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for the measurements; the same folder resumes")
+    cli.add_machine_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.trials < 1:
+        parser.error("--trials must be at least 1")
+    if any(not 0 < ratio < 1 for ratio in args.ratios):
+        parser.error("--ratios must lie in (0, 1)")
+    args.policies = list(CACHES) if args.policies is None else args.policies.split(",")
+    unknown = [name for name in args.policies if name not in CACHES]
+    if unknown:
+        parser.error(f"unknown policy {unknown[0]!r}; known: {', '.join(CACHES)}")
+    return args
+
+
+def run(args: argparse.Namespace) -> None:
+    texts = load_texts(args.essays) if args.essays else held_out_essays()
+    device = cli.find_device(args)
+    dtype = cli.find_dtype(args, device)
+    source = cli.model_source(args.model)
+    tokenizer = cli.load_tokenizer(source)
+    trials = make_trials(tokenizer, texts, args)
+    settings = {
+        "model": args.model or cli.DEMO_MODEL,
+        "dtype": str(dtype).removeprefix("torch."),
+        "texts": [text.name for text in texts],
+        "seed": args.seed,
+        "trials": args.trials,  # a needle's depth depends on it
+        "context_tokens": args.context_tokens,
+        "continuation_tokens": args.continuation_tokens,
+        "prototypes": args.prototypes,
+        "essay": [args.essay_context, args.essay_continuation, args.essay_budget],
+    }
+    records = Records(args.out, settings)
+    cli.set_threads(args, device)
+    model = cli.load_model(source, device, dtype)
+    variants = usable(list_variants(model, args.policies, args.prototypes))
+    if args.peers:
+        variants += list_peers(model)
+
+    labels = ["full", *(variant.label for variant in variants)]
+    done = {_key(row) for row in records.rows}
+    warm_up(model, variants, trials[0])
+    total = sum(1 + len(variants) * len(trial.sizes) for trial in trials)
+    with tqdm(total=total, unit="measurement", dynamic_ncols=True) as bar:
+        for trial in trials:
+            bar.set_description(f"{trial.kind} {trial.index + 1}", refresh=False)
+            for record in measure(model, variants, trial, done):
+                records.add(record)
+                bar.update()
+            bar.update(0)
+
+    print(f"\n{json.dumps(machine_report(device))}\n\nHeld equal:")
+    print(f"  model {settings['model']}, {settings['dtype']}; true positions; questions unseen when evicting")
+    print(
+        f"  needles: {args.trials} contexts of {args.context_tokens} tokens and one needle, seed {args.seed}; "
+        f"{args.continuation_tokens} tokens scored; ratios of the pairs, sinks and recent tokens included"
+    )
+    print(
+        f"  essays: {sum(trial.kind == 'essay' for trial in trials)} contexts of {args.essay_context} tokens, budget "
+        f"{args.essay_budget}, {args.essay_continuation} tokens scored\n"
+    )
+    print(summarize(records.rows, labels, args.ratios))
+
+
+def warm_up(model: Any, variants: Sequence[Variant], trial: Trial) -> None:
+    """First calls load scorers and start threads; they must not count as scoring."""
+    full = DynamicCache(config=text_config(model))
+    prefill(model, full, trial.context.context_ids[:600])
+    for variant in variants:
+        cache = variant.make(retention_ratio=0.5)
+        assert isinstance(cache, PrunedCache)
+        cache.ingest(full)
+
+
+def held_out_essays() -> list[Text]:
+    from nearfar.conversion.packaged_model import packaged_essays_dir
+
+    texts = {Path(text.name).stem: text for text in load_texts([packaged_essays_dir()])}
+    return [texts[name] for name in HELD_OUT if name in texts]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        run(args)
+    except (cli.UserError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The benchmarks run end to end on a tiny model, and resume."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tiny_texts import english, save_tiny_checkpoint
+
+
+def _script(name: str) -> ModuleType:
+    """benchmarks/ is a folder of scripts, not a package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+decode_scaling, pruning_quality = _script("decode_scaling"), _script("pruning_quality")
+
+MACHINE = ["--device", "cpu", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "essays").mkdir()
+    for index in range(2):
+        (folder / "essays" / f"{index}.txt").write_text(english(150, seed=index))
+    return str(save_tiny_checkpoint(folder / "model")), str(folder / "essays")
+
+
+def _quality(tiny: tuple[str, str], out: Path, *more: str) -> int:
+    model, essays = tiny
+    return pruning_quality.main(
+        ["--model", model, "--essays", essays, "--policies", "full,streaming_llm,random", "--trials", "2",
+         "--context-tokens", "400", "--continuation-tokens", "20", "--ratios", "0.25,0.5", "--essay-trials", "1",
+         "--essay-context", "300", "--essay-continuation", "30", "--essay-budget", "64", "--out", str(out),
+         *MACHINE, *more]
+    )  # fmt: skip
+
+
+def test_pruning_quality(
+    tiny: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _quality(tiny, tmp_path) == 0
+    first = capsys.readouterr().out
+    file = tmp_path / "measurements.jsonl"
+    settings, *rows = [json.loads(line) for line in file.read_text().splitlines()]
+    # Two needle trials: full once, two policies at two ratios; one essay: full and two policies at one budget.
+    assert len(rows) == 2 * (1 + 2 * 2) + (1 + 2)
+    lengths = {row["trial"]: row["kept_pairs"] for row in rows if row["variant"] == "full" and row["kind"] == "needle"}
+    for row in rows:
+        if row["kind"] == "needle" and row["variant"] != "full":
+            # 2 layers of 2 heads; each head keeps its share, rounded up.
+            assert 0 <= row["kept_pairs"] - row["size"] * lengths[row["trial"]] < 4
+    assert [row["kept_pairs"] for row in rows if row["kind"] == "essay"] == [1200, 256, 256]
+    assert "StreamingLLM" in first and "0/2" in first and "seed 0" in first
+    assert settings["settings"]["context_tokens"] == 400
+
+    # A run that was killed in the middle of a line goes on with what is missing, and no more.
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:8]) + lines[8][:20])
+    calls: list[dict[str, Any]] = []
+    measured = pruning_quality.measure
+
+    def counted(*args: Any) -> Iterator[dict[str, Any]]:
+        for row in measured(*args):
+            calls.append(row)
+            yield row
+
+    monkeypatch.setattr(pruning_quality, "measure", counted)
+    assert _quality(tiny, tmp_path) == 0
+    assert len(calls) == len(rows) - 7
+    again = capsys.readouterr().out
+
+    def quality(shown: str) -> list[str]:  # times differ, hits and perplexities must not
+        return [line[: line.rindex("  ")].rsplit("  ", 1)[0].rstrip() for line in shown.splitlines()[-3:]]
+
+    assert quality(again)[0] == quality(first)[0]
+    calls.clear()
+    assert _quality(tiny, tmp_path) == 0
+    assert calls == [] and capsys.readouterr().out.splitlines()[-3:] == again.splitlines()[-3:]
+    assert _quality(tiny, tmp_path, "--seed", "1") == 2
+    assert "another seed" in capsys.readouterr().err
+
+
+def test_pruning_quality_refuses_texts_that_are_too_short(
+    tiny: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _quality(tiny, tmp_path, "--context-tokens", "100000") == 2
+    assert "no text has the 100021 tokens" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_decode_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["--layers", "2", "--hidden-size", "32", "--heads", "4", "--kv-heads", "2", "--budget", "64"]
+    arguments += ["--min-tokens", "128", "--max-tokens", "512", "--steps", "3", "--out", str(tmp_path), *MACHINE]
+    assert decode_scaling.main(arguments) == 0
+    shown = capsys.readouterr().out
+    rows = json.loads((tmp_path / "decode_scaling.json").read_text())["rows"]
+    assert (tmp_path / "decode_scaling.png").read_bytes()[:4] == b"\x89PNG"
+    held = {(row["cache"], row["tokens"]): row["bytes"] for row in rows}
+    assert len(held) == 9
+    # 2 layers of 2 heads; keys and values of 8 float32; 4 untimed steps and 3 timed ones.
+    assert held["full", 512] == (512 + 7) * 4 * 16 * 4
+    for name in ("streaming_llm", "proactive"):
+        assert held[name, 128] == held[name, 256] == held[name, 512] < held["full", 512]
+    assert "4 times the tokens, 1.00 times the bytes" in shown
+    assert decode_scaling.main(["--min-tokens", "64", "--max-tokens", "64", "--budget", "0", *MACHINE]) == 2
+    assert "error:" in capsys.readouterr().err

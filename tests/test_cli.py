@@ -1,0 +1,350 @@
+"""The `nearfar` command: what it prints, what it writes, and one clear line for whatever is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_texts import english, save_tiny_checkpoint
+from transformers import AutoTokenizer, Cache, LlamaForCausalLM
+
+import nearfar
+from nearfar import cli
+from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, make_cache, register_cache
+from nearfar.modeling.compat import cache_argument
+
+ROOT = Path(nearfar.__file__).resolve().parent.parent
+DEMO = ["--context-tokens", "300", "--needles", "3", "--continuation-tokens", "30", "--decode-tokens", "2",
+        "--budget", "64", "--threads", "1", "--device", "cpu"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(english(400), encoding="utf-8")
+    return str(path)
+
+
+# --- help ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["generate", "--help"], ["--version"]])
+def test_help_needs_no_heavy_import(arguments: list[str]) -> None:
+    code = (
+        "import sys; from nearfar.cli import main; code = main(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules);"
+        "sys.exit(code or (f'imported {heavy}' if heavy else 0))"
+    )
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "" and done.stdout
+
+
+def test_help_shows_examples_and_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("demo", "generate", "fit-prototypes", "examples:", "--prompt-file"):
+        assert part in shown
+
+
+def test_help_names_real_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["demo", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(default: 3072)" in shown and f"(default: {cli.DEFAULT_BUDGET})" in shown
+    assert "default: None" not in shown and "default: False" not in shown
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def _error(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    capsys.readouterr()
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    assert err.startswith("nearfar") and err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["dance"], "dance"),
+        (["demo", "--budget", "0"], "positive number, got 0"),
+        (["demo", "--budget", "-5"], "positive number, got -5"),
+        (["demo", "--budget", "many"], "whole number, got 'many'"),
+        (["demo", "--retention-ratio", "0"], "(0, 1], got 0"),
+        (["demo", "--retention-ratio", "1.01"], "(0, 1], got 1.01"),
+        (["demo", "--retention-ratio", "nan"], "(0, 1], got nan"),
+        (["demo", "--budget", "5", "--retention-ratio", "0.5"], "not both"),
+        (["demo", "--needles", "-1"], "0 or more"),
+        (["demo", "--caches", ","], "names nothing"),
+        (["demo", "--cache-option", "head"], "KEY=VALUE"),
+        (["demo", "--text", "/nowhere/text.txt"], "no such file or folder: /nowhere/text.txt"),
+        (["demo", "--text", "TEXT", "--caches", "full,h2o"], "unknown cache 'h2o'; known caches: full, "),
+        (["demo", "--text", "TEXT", "--caches", "full,full"], "twice"),
+        (["demo", "--text", "TEXT", "--caches", "full", "--prototypes", "p"], "none of full uses prototypes"),
+        (["demo", "--text", "TEXT", "--cache-option", "random.seed=1"], "random is not among the caches"),
+        (["demo", "--text", "TEXT", "--budget", "4"], "4"),
+        (["generate", "--prompt", "a", "--budget", "20", "--cache-option", "sink_tokens=20"], "20"),
+        (["demo", "--text", "TEXT", "--device", "warp"], "unknown device 'warp'"),
+        (["demo", "--text", "TEXT", "--device", "cuda:99"], "no device cuda:99"),
+        (["demo", "--text", "TEXT", "--out", "TEXT"], "is a file"),
+        (["demo", "--text", "EMPTY"], "is empty"),
+        (["demo", "--text", "BINARY"], "not UTF-8"),
+        (["demo", "--text", "TEXT", "--model", "FOLDER"], "without config.json"),
+        (["generate", "--prompt", ""], "the prompt is empty"),
+        (["generate", "--prompt", " \n "], "the prompt is empty"),
+        (["generate"], "--prompt"),
+        (["generate", "--prompt", "a", "--prompt-file", "b"], "not allowed with"),
+        (["generate", "--prompt-file", "/nowhere"], "no such prompt file: /nowhere"),
+        (["generate", "--prompt-file", "EMPTY"], "the prompt is empty"),
+        (["generate", "--prompt-file", "BINARY"], "not UTF-8"),
+        (["generate", "--prompt", "a", "--cache", "h2o"], "unknown cache 'h2o'; known caches: full, "),
+        (["generate", "--prompt", "a", "--max-new-tokens", "0"], "positive"),
+        (["generate", "--prompt", "a", "--temperature", "-1"], "0 (greedy)"),
+        (["generate", "--prompt", "a", "--top-p", "0"], "(0, 1]"),
+        (["fit-prototypes", "--model", "m", "--out", "o"], "--texts"),
+        (["fit-prototypes", "--model", "m", "--out", "o", "--texts", "/nowhere"], "no such file or folder"),
+        (["fit-prototypes", "--model", "m", "--out", "o", "--texts", "FOLDER"], "holds no text"),
+        (["fit-prototypes", "--model", "m", "--out", "o", "--texts", "TEXT", "--heads", "big"], "unknown head 'big'"),
+    ],
+)
+def test_wrong_input_is_told_before_anything_is_loaded(
+    arguments: list[str],
+    message: str,
+    text_file: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("something was loaded")
+
+    for name in ("load_model", "load_tokenizer"):
+        monkeypatch.setattr(cli, name, never)
+    monkeypatch.setenv("NEARFAR_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x81")
+    (tmp_path / "folder").mkdir()
+    names = {
+        "TEXT": text_file,
+        "EMPTY": str(tmp_path / "empty.txt"),
+        "BINARY": str(tmp_path / "binary.txt"),
+        "FOLDER": str(tmp_path / "folder"),
+    }
+    assert message in _error(capsys, [names.get(argument, argument) for argument in arguments])
+
+
+def test_what_only_the_tokenizer_can_tell(
+    checkpoint: str,
+    text_file: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A text that is too short or too long, a missing chat template: known before the weights are read."""
+
+    def never(*args: object) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(cli, "load_model", never)
+    demo = ["demo", "--model", checkpoint, "--text", text_file, *DEMO]
+    assert "too short" in _error(capsys, [*demo, "--context-tokens", "100000"])
+    long = tmp_path / "long.txt"
+    long.write_text(english(1500))
+    demo[demo.index(text_file)] = str(long)
+    assert "more than the 4096 positions" in _error(capsys, [*demo, "--context-tokens", "4050"])
+    prompt = ["generate", "--model", checkpoint, "--cache", "full"]
+    assert "more than the 4096 positions" in _error(capsys, [*prompt, "--prompt", "a", "--max-new-tokens", "4096"])
+    plain = save_tiny_checkpoint(tmp_path / "plain", chat=False)
+    assert "no chat template" in _error(
+        capsys, ["generate", "--model", str(plain), "--cache", "full", "--prompt", "a", "--chat"]
+    )
+
+
+def test_errors_from_below_are_one_line_and_can_be_traced(
+    checkpoint: str, text_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate = ["generate", "--model", checkpoint, "--prompt", "abc", "--cache", "proactive", "--device", "cpu"]
+    assert "rototypes" in _error(capsys, generate)  # none come with the package for a random model
+    with pytest.raises(ValueError, match="rototypes"):
+        cli.main([*generate, "--traceback"])
+    assert "nowhere/model" in _error(
+        capsys, ["generate", "--model", "nowhere/model", "--prompt", "a", "--cache", "full"]
+    )
+
+
+# --- demo ------------------------------------------------------------------------------------------------------------
+
+
+def test_demo(checkpoint: str, text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    arguments = ["demo", "--model", checkpoint, "--text", text_file, "--caches", "full,streaming_llm,random", *DEMO]
+    assert cli.main([*arguments, "--seed", "5", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    record = json.loads((out / "comparison.json").read_text())
+    assert (out / "comparison.png").read_bytes()[:4] == b"\x89PNG"
+    assert sorted(file.name for file in out.iterdir()) == ["comparison.json", "comparison.png"]
+    assert str(out / "comparison.png") in shown and str(out / "comparison.json") in shown
+    assert [result["name"] for result in record["results"]] == ["full", "streaming_llm", "random"]
+    assert record["seed"] == 5 and record["dtype"] == "float32" and record["text"] == "text.txt"
+    assert record["command"].startswith("nearfar demo --model") and record["command"].endswith(str(out))
+    assert record["held_equal"]["budget"] == 64 and record["held_equal"]["needles_asked"] == 3
+    for result in record["results"]:
+        assert result["error"] is None
+        assert f"{result['kept_pairs']:,}" in shown and f"{result['perplexity']:.2f}" in shown
+    # The words at the end are about these figures.
+    last = shown.splitlines()[-7:]
+    share = 100 * record["results"][1]["kept_pairs"] / record["results"][0]["kept_pairs"]
+    assert any(f"{share:.1f} % of the full cache's pairs" in line for line in last)
+
+
+def test_demo_with_a_registered_policy_that_fails(
+    checkpoint: str, text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(model: object, **options: object) -> Cache:
+        raise RuntimeError("no such luck")
+
+    register_cache("unlucky", fail, label="Unlucky", description="Fails.")
+    try:
+        arguments = ["demo", "--model", checkpoint, "--text", text_file, "--out", str(tmp_path), *DEMO]
+        assert cli.main([*arguments, "--caches", "full,unlucky"]) == 1
+        shown = capsys.readouterr().out
+        assert "Unlucky failed: RuntimeError: no such luck" in shown and "Full cache: " in shown
+        assert (tmp_path / "comparison.png").is_file()
+        assert cli.main([*arguments, "--caches", "unlucky"]) == 1
+        assert "figure" not in capsys.readouterr().out
+    finally:
+        del CACHES["unlucky"]
+
+
+def test_cache_options_go_where_they_belong(
+    checkpoint: str, text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["demo", "--model", checkpoint, "--text", text_file, "--out", str(tmp_path), *DEMO]
+    options = ["--cache-option", "sink_tokens=2", "--cache-option", "random.recent_tokens=7"]
+    assert cli.main([*arguments, "--caches", "full,streaming_llm,random", *options]) == 0
+    full, streaming, chance = json.loads((tmp_path / "comparison.json").read_text())["results"]
+    assert full["options"] == {}
+    assert streaming["options"] == {"sink_tokens": 2}
+    assert chance["options"] == {"sink_tokens": 2, "recent_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("head=mlp", (None, "head", "mlp")),
+        ("proactive.head=mlp", ("proactive", "head", "mlp")),
+        ("sink_tokens=8", (None, "sink_tokens", 8)),
+        ("rerotate=True", (None, "rerotate", True)),
+        ("prototypes=a/b=c", (None, "prototypes", "a/b=c")),
+    ],
+)
+def test_cache_option_values(text: str, expected: tuple[str | None, str, object]) -> None:
+    assert cli._cache_option(text) == expected
+
+
+# --- generate --------------------------------------------------------------------------------------------------------
+
+
+def _expected(checkpoint: str, prompt: str, cache_name: str, limit: int, **options: int) -> tuple[str, int, int]:
+    """What `generate` gives, decoded; how many tokens; the pairs then held: by hand, one token at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    cache = make_cache(cache_name, model, **options)
+    said: list[int] = []
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    with torch.no_grad():
+        while len(said) < limit and tokenizer.eos_token_id not in said:
+            said.append(int(model(ids, **{cache_argument(model): cache}).logits[0, -1].argmax()))
+            ids = torch.tensor([said[-1:]])
+    return tokenizer.decode(said, skip_special_tokens=True), len(said), cache_kept_pairs(cache)
+
+
+@pytest.mark.parametrize("name", ["full", "streaming_llm"])
+def test_generate_streams_what_the_model_says(
+    name: str, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = english(30)
+    (tmp_path / "prompt.txt").write_text(prompt)
+    arguments = ["generate", "--model", checkpoint, "--cache", name, "--budget", "32", "--max-new-tokens", "12"]
+    arguments += ["--threads", "1", "--device", "cpu"]
+    expected, new, kept = _expected(checkpoint, prompt, name, 12, budget=32)
+    assert cli.main([*arguments, "--prompt", prompt]) == 0
+    first = capsys.readouterr()
+    assert first.out == expected + "\n"
+    assert cli.main([*arguments, "--prompt-file", str(tmp_path / "prompt.txt")]) == 0
+    assert capsys.readouterr().out == first.out
+    summary = first.err.strip().splitlines()[-1]
+    assert (
+        f"{CACHES[name].label}: {len(prompt)} prompt tokens, {new} new; {kept:,} key-value pairs held of " in summary
+    )
+    assert summary.endswith(" bytes]")
+
+
+def test_generate_reads_standard_input_and_applies_the_chat_template(
+    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+
+    arguments = ["generate", "--model", checkpoint, "--cache", "full", "--max-new-tokens", "5", "--device", "cpu"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    assert cli.main([*arguments, "--prompt-file", "-", "--chat"]) == 0
+    shown = capsys.readouterr()
+    expected, *_ = _expected(checkpoint, "<|user|>\nhello<|end|>\n<|assistant|>\n", "full", 5)
+    assert shown.out == expected + "\n"
+
+
+def test_sampling_repeats_with_its_seed(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "--model", checkpoint, "--cache", "full", "--prompt", "abc", "--temperature", "1.5"]
+    arguments += ["--max-new-tokens", "16", "--device", "cpu", "--threads", "1"]
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert cli.main([*arguments, "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+# --- fit-prototypes --------------------------------------------------------------------------------------------------
+
+
+def test_fitted_prototypes_serve_generate(
+    checkpoint: str, text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "prototypes"
+    fit = [
+        "fit-prototypes",
+        "--model",
+        checkpoint,
+        "--texts",
+        text_file,
+        "--heads",
+        "linear,cosine",
+        "--contexts",
+        "2",
+    ]
+    fit += ["--context-tokens", "200", "--out", str(out), "--device", "cpu", "--threads", "1"]
+    assert cli.main(fit) == 0
+    assert f"saved: {out}" in capsys.readouterr().out and any(out.iterdir())
+    generate = ["generate", "--model", checkpoint, "--prompt", english(40), "--cache", "proactive", "--budget", "64"]
+    generate += ["--max-new-tokens", "4", "--device", "cpu", "--threads", "1", "--prototypes", str(out)]
+    assert cli.main([*generate, "--cache-option", "head=cosine"]) == 0
+    assert "Proactive" in capsys.readouterr().err
+    assert "not fitted" in _error(capsys, [*generate, "--cache-option", "head=mlp"])
