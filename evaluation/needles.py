@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nearfar.evaluation.restoring import eviction_held, restored
+from nearfar.modeling.chat_frame import chat_frame
 from nearfar.modeling.compat import cache_argument
 
 if TYPE_CHECKING:
@@ -84,8 +85,6 @@ FACTS: tuple[Fact, ...] = (
     Fact("The tracking code of {key}'s parcel is", "What is the tracking code of {key}'s parcel?", _NAMES),
 )
 
-_CONTENT = "#####NEARFAR-CONTENT#####"
-
 
 @dataclass(frozen=True)
 class Needle:
@@ -138,25 +137,6 @@ class NeedleAnswer:
 
 
 # --- building contexts -----------------------------------------------------------------------------------------------
-
-
-def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:
-    """What stands before and after a user's message.
-
-    Returns:
-        The ids before it (chat header; a beginning-of-sequence token where there is no chat template) and the text
-        after it, up to where the model's answer starts (a line break where there is no chat template).
-    """
-    if getattr(tokenizer, "chat_template", None):
-        message = [{"role": "user", "content": _CONTENT}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        if text.count(_CONTENT) != 1:
-            raise ValueError("the tokenizer's chat template does not repeat the user's message exactly once")
-        before, after = text.split(_CONTENT)
-        return _encode(tokenizer, before), after
-    probe = tokenizer("a").input_ids  # with the special tokens that this tokenizer puts first
-    starts_with_bos = tokenizer.bos_token_id is not None and probe[:1] == [tokenizer.bos_token_id]
-    return (tokenizer.bos_token_id,) if starts_with_bos else (), "\n"
 
 
 def needle_trials(

@@ -37,7 +37,7 @@ def main() -> None:
         with torch.no_grad():
             model(document, logits_to_keep=1, **{cache_argument(model): cache})
         cache.save_context(args.save)
-    print(f"{cache.get_seq_length()} tokens read, {cache.nbytes() / 2**20:.1f} MiB kept")
+    print(f"{cache.get_seq_length()} tokens read, {cache.kept_pairs()} pairs kept")
 
     snapshot = cache.snapshot()
     for question in args.question:

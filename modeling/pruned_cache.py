@@ -38,8 +38,8 @@ from .resting_pairs import QUANTIZATIONS, Quantization
 
 # Share of the budget that goes to the newest tokens unless the user says otherwise.
 RECENT_SHARE = 0.25
-# A trim copies what stays of every earlier layer, so it waits until they hold more than the whole budget by this share,
-# and by this many bytes.
+# A trim copies what stays of every earlier layer, so it waits until they hold more than the whole budget by this
+# share, and by this many bytes.
 TRIM_SLACK = 0.08
 TRIM_BYTES = 16 << 20
 

@@ -46,7 +46,8 @@ def test_allocations_keep_the_same_number_in_different_places() -> None:
     layers = [Candidates(scores, [(0, 8)]), Candidates(other, [(0, 8)])]
     counts = {
         allocation: [
-            keep.view(2, 4).sum(1).tolist() for keep in select(layers, [2], 2, 2, allocation)  # type: ignore[arg-type]
+            keep.view(2, 4).sum(1).tolist()
+            for keep in select(layers, [2], 2, 2, allocation)  # type: ignore[arg-type]
         ]
         for allocation in ("uniform", "head", "global")
     }
