@@ -37,7 +37,7 @@ from nearfar.modeling.compat import cache_argument
 from nearfar.modeling.pruned_cache import PrunedCache, TokenStates
 
 
-def watched(policy: type[PrunedCache]) -> type[PrunedCache]:
+def watched(policy: type[PrunedCache]) -> Any:
     """`policy`, noting at each layer's eviction what the cache and the arriving layer hold together, and its time."""
 
     class Watched(policy):  # type: ignore[valid-type, misc]

@@ -73,6 +73,21 @@ class CacheSnapshot:
     row_budgets: list[int] | None
 
 
+class WindowLayer(DynamicSlidingWindowLayer):
+    """transformers' sliding-window layer, which keeps the window as a view of the whole prompt; here as a copy."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if self.keys.untyped_storage().nbytes() > 2 * self.keys.nbytes:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return keys, values
+
+
 class PrunedCache(Cache):
     """Base of the pruning policies; pass an instance as `past_key_values=` to `generate` or to a forward pass.
 
@@ -597,7 +612,7 @@ class PrunedCache(Cache):
             if kind == "full_attention":
                 layers.append(RaggedLayer(self, layer_idx, None))
             elif hybrid:
-                layers.append(DynamicSlidingWindowLayer(sliding_window=window))
+                layers.append(WindowLayer(sliding_window=window))
             else:
                 layers.append(RaggedLayer(self, layer_idx, window))
         return layers

@@ -43,8 +43,14 @@ class KeyRotation:
             chosen = parameters[layer_type] if layer_type is not None else parameters
             self._frequencies[layer_type] = _frequencies(config, chosen, layer_type)
 
-    def _of_layer(self, layer_idx: int) -> tuple[torch.Tensor, float]:
-        return self._frequencies[self._layer_types[layer_idx] if self._layer_types else None]
+    def frequencies(self, layer_idx: int, device: torch.device) -> tuple[torch.Tensor, float]:
+        """A layer's inverse frequencies `(rotary dim / 2,)`, float32, and the model's factor on cos and sin."""
+        layer_type = self._layer_types[layer_idx] if self._layer_types else None
+        frequencies, scaling = self._frequencies[layer_type]
+        if frequencies.device != device:  # kept where they are used: a copy to a GPU costs more than a use
+            frequencies = frequencies.to(device)
+            self._frequencies[layer_type] = (frequencies, scaling)
+        return frequencies, scaling
 
     def rotate(self, keys: torch.Tensor, positions: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Move keys on by `positions` places.
@@ -57,18 +63,20 @@ class KeyRotation:
         Returns:
             Keys of the same shape, in float32 (float64 stays).
         """
-        frequencies, _ = self._of_layer(layer_idx)
+        frequencies, _ = self.frequencies(layer_idx, keys.device)
         dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
-        angles = positions[:, None, :, None].to(dtype) * frequencies.to(keys.device, dtype)
+        angles = positions[:, None, :, None].to(dtype) * frequencies.to(dtype)
         cos, sin = angles.cos(), angles.sin()
         half = frequencies.shape[0]
-        first, second, rest = keys.to(dtype).split([half, half, keys.shape[-1] - 2 * half], dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+        turning, rest = keys.to(dtype).split([2 * half, keys.shape[-1] - 2 * half], dim=-1)
+        swapped = torch.roll(turning, half, -1)
+        turned = (turning * torch.cat([cos, cos], -1)).addcmul_(swapped, torch.cat([-sin, sin], -1))
+        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
     def unrotate(self, keys: torch.Tensor, positions: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Keys as they were before the rotary embedding at `positions` `(batch or 1, n)`; float32 (float64 stays)."""
         plain = self.rotate(keys, -positions, layer_idx)
-        frequencies, scaling = self._of_layer(layer_idx)
+        frequencies, scaling = self.frequencies(layer_idx, keys.device)
         if scaling != 1.0:
             width = 2 * frequencies.shape[0]
             plain = torch.cat([plain[..., :width] / scaling, plain[..., width:]], dim=-1)

@@ -359,6 +359,15 @@ def test_bytes_are_those_of_the_kept_pairs() -> None:
     assert cache.nbytes() < 0.35 * sum(layer.keys.nbytes + layer.values.nbytes for layer in full.layers)
 
 
+def test_sliding_layers_of_a_hybrid_model_do_not_hold_on_to_the_prompt() -> None:
+    model = tiny_model("gemma3")  # window 9
+    cache = UnevenCache(model, budget=10)
+    Drive(model, cache).feed(random_ids(1, 300))
+    for layer in cache.layers[:2]:
+        assert layer.keys.shape[2] == 8
+        assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
+
+
 def test_decode_is_bounded_and_positions_go_on() -> None:
     model = tiny_model()
     cache = UnevenCache(model, budget=12, sink_tokens=2, eviction_interval=5)
