@@ -90,6 +90,31 @@ def select(
     return keeps
 
 
+def passing(layer: Candidates, weakest: list[torch.Tensor] | None) -> torch.Tensor:
+    """`(slots,)`, bool: the candidates that score at least their row's `weakest`; all of them if it is None."""
+    if weakest is None:
+        return layer.scores > -math.inf
+    parts = [layer.scores[slice(*span)] >= bar for span, bar in zip(layer.rows, weakest, strict=True)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)) & (layer.scores > -math.inf)
+
+
+def weakest_kept(candidates: list[Candidates], keeps: list[torch.Tensor]) -> list[torch.Tensor]:
+    """For each row, the lowest score kept in any layer; -inf where a row kept all it had.
+
+    In a later competition with more layers no lower score can be kept.
+    """
+    bars = []
+    for row in range(len(candidates[0].rows)):
+        spans = [slice(*layer.rows[row]) for layer in candidates]
+        device = candidates[0].scores.device
+        scores = torch.cat([layer.scores[span].to(device) for layer, span in zip(candidates, spans, strict=True)])
+        kept = torch.cat([keep[span].to(device) for keep, span in zip(keeps, spans, strict=True)])
+        lowest = scores.masked_fill(~kept, math.inf).amin()
+        all_kept = (kept | (scores == -math.inf)).all()
+        bars.append(torch.where(all_kept, -math.inf, lowest))
+    return bars
+
+
 def _by_row(
     layer: Candidates, choose: Callable[[torch.Tensor, int], torch.Tensor], budgets: list[int]
 ) -> torch.Tensor:

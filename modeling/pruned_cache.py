@@ -28,7 +28,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .attention_dispatch import AttentionCall, AttentionOutput
-from .budgets import ALLOCATIONS, Allocation, Candidates, check_budget, select
+from .budgets import ALLOCATIONS, Allocation, Candidates, check_budget, passing, select, weakest_kept
 from .context_file import read_context, write_context
 from .new_token_padding import new_tokens_valid
 from .prunable_models import attention_types, refuse_unsupported, text_config
@@ -38,8 +38,8 @@ from .resting_pairs import QUANTIZATIONS, Quantization
 
 # Share of the budget that goes to the newest tokens unless the user says otherwise.
 RECENT_SHARE = 0.25
-# A trim copies what stays of every earlier layer, so it waits until they hold more than the whole budget by this
-# share, and by this many bytes.
+# Layers compete for a shared budget when they hold more than all of it by this share, and by this many bytes: each
+# time, what stays of every earlier layer is copied.
 TRIM_SLACK = 0.08
 TRIM_BYTES = 16 << 20
 
@@ -142,7 +142,7 @@ class PrunedCache(Cache):
         self._held = False
         self._recording = False
         self._row_budgets: list[int] | None = None
-        self._contenders: dict[int, tuple[tuple[int, int], Candidates]] = {}
+        self._weakest_kept: list[torch.Tensor] | None = None
         self._mask_memo: tuple[Any, torch.Tensor | None] | None = None
         super().__init__(layers=self._make_layers())
 
@@ -382,17 +382,16 @@ class PrunedCache(Cache):
                 self._score_pending(layer)
                 candidates.append(self._candidates(layer))
                 layer.rest()
-            self._contenders.clear()
             for layer, keep in zip(layers, self._select(candidates), strict=True):
                 self._keep(layer, keep)
 
     def _evict(self, layer: RaggedLayer) -> None:
         """Evict one layer that already held pairs, and trim the layers before it where they compete with it."""
         self._score_pending(layer)
-        rivals = self._rivals(layer)
-        *earlier, own = self._select([*(self._candidates(rival) for rival in rivals), self._candidates(layer)])
+        own, earlier = self._choose(layer, self._candidates(layer))
         self._keep(layer, own)
-        self._trim(layer, rivals, earlier)
+        for rival, keep in earlier:
+            self._keep(rival, keep)
 
     def _evict_arrivals(
         self,
@@ -407,40 +406,45 @@ class PrunedCache(Cache):
         scores = self._checked_score(TokenStates(layer.layer_idx, keys, values, positions, valid, layer.seen))
         recent = [self.recent_of(budget) for budget in self._budgets()]
         arrivals = layer.arriving_candidates(scores, first_column, valid, self.sink_tokens, recent)
-        rivals = self._rivals(layer)
-        *earlier, keep = self._select([*(self._candidates(rival) for rival in rivals), arrivals])
+        own, earlier = self._choose(layer, arrivals)
         layer.store.fill(
-            keys, values, scores, keep.view(scores.shape), first_column, positions, valid, self.eviction_interval
+            keys, values, scores, own.view(scores.shape), first_column, positions, valid, self.eviction_interval
         )
         layer.evicted = True
         self.after_eviction(layer)
-        self._trim(layer, rivals, earlier)
+        for rival, keep in earlier:
+            self._keep(rival, keep)
 
-    def _rivals(self, layer: RaggedLayer) -> list[RaggedLayer]:
-        """Layers before this one that compete with it for the budget."""
-        if self.allocation != "global":
-            return []
-        layers = self.ragged_layers
-        return layers[: layers.index(layer)]
+    def _choose(
+        self, layer: RaggedLayer, own: Candidates
+    ) -> tuple[torch.Tensor, list[tuple[RaggedLayer, torch.Tensor]]]:
+        """What a layer keeps of its candidates, and what earlier layers have to give up for it.
 
-    def _trim(self, layer: RaggedLayer, rivals: list[RaggedLayer], keeps: list[torch.Tensor]) -> None:
-        """Let earlier layers give up what the later one outbid.
+        With global allocation all layers share the budget, and the layers to come are not known yet. But the best of
+        the layers so far contain the best of all: whatever is not among them can go at once. So the layers compete
+        anew whenever they hold noticeably more than the whole budget, and at the last one; in between, a layer's pairs
+        only have to reach the weakest that was kept in the last competition.
 
-        The best of all layers so far contain the best of all layers, so trimming at any time is exact. It is put off
-        while the surplus is small, because it copies what stays.
+        Returns:
+            `(slots,)` bool for the layer, and the same for each earlier layer that has to be trimmed.
         """
-        last = layer is self._ends()[1]
-        if last or not rivals:
-            self._contenders.clear()
+        if self.allocation != "global":
+            return self._select([own])[0], []
+        layers = self.ragged_layers
+        rivals, last = layers[: layers.index(layer)], layer is layers[-1]
         if not rivals:
-            return
-        held = sum(rival.store.kept for rival in [*rivals, layer])
-        allowed = sum(self._budgets()) * self._competing_heads(layer)
+            self._weakest_kept = None
+        keep = passing(own, self._weakest_kept)
+        allowed = sum(self._budgets()) * len(layers) * layer.store.heads
+        surplus = sum(rival.store.kept for rival in rivals) + int(keep.sum()) - allowed
         pairs = layer.store.pairs
         pair_bytes = (pairs.keys.shape[1] + pairs.values.shape[1]) * pairs.keys.element_size()
-        if last or held - allowed > max(TRIM_SLACK * allowed, TRIM_BYTES / pair_bytes):
-            for rival, keep in zip(rivals, keeps, strict=True):
-                self._keep(rival, keep)
+        if not last and surplus <= max(TRIM_SLACK * allowed, TRIM_BYTES / pair_bytes):
+            return keep, []
+        contenders = [*(self._candidates(rival) for rival in rivals), own]
+        *earlier, keep = keeps = self._select(contenders)
+        self._weakest_kept = weakest_kept(contenders, keeps)
+        return keep, list(zip(rivals, earlier, strict=True))
 
     def _keep(self, layer: RaggedLayer, keep: torch.Tensor) -> None:
         layer.wake()
@@ -452,9 +456,6 @@ class PrunedCache(Cache):
     def _budgets(self) -> list[int]:
         assert self._row_budgets is not None
         return self._row_budgets
-
-    def _competing_heads(self, layer: RaggedLayer) -> int:
-        return len(self.ragged_layers) * layer.store.heads
 
     def _score_pending(self, layer: RaggedLayer) -> None:
         """Give the pairs that came since the last eviction their scores."""
@@ -484,13 +485,7 @@ class PrunedCache(Cache):
         return scores
 
     def _candidates(self, layer: RaggedLayer) -> Candidates:
-        """The layer's pairs as competitors; remembered while later layers of the same pass compete with them."""
-        now = (layer.store.layout, layer.seen)
-        known = self._contenders.get(layer.layer_idx)
-        if known is None or known[0] != now:
-            recent = [self.recent_of(budget) for budget in self._budgets()]
-            known = self._contenders[layer.layer_idx] = (now, layer.candidates(self.sink_tokens, recent))
-        return known[1]
+        return layer.candidates(self.sink_tokens, [self.recent_of(budget) for budget in self._budgets()])
 
     def _select(self, candidates: list[Candidates]) -> list[torch.Tensor]:
         """Which candidates stay, one flat mask a layer, by `allocation`."""
@@ -521,7 +516,6 @@ class PrunedCache(Cache):
         """Empty the cache; its settings stay."""
         self.layers = self._make_layers()
         self._row_budgets = self._mask_memo = None
-        self._contenders.clear()
         self._held = self._recording = False
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -561,7 +555,7 @@ class PrunedCache(Cache):
         twin.__dict__.update(self.__dict__)
         memo[id(self)] = twin
         twin.layers = twin._make_layers()
-        twin._mask_memo, twin._contenders = None, {}
+        twin._mask_memo = None
         twin.restore(self.snapshot())
         return twin
 

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.command_line = shlex.join(["nearfar", *argv])
     logging.basicConfig(level=logging.DEBUG if args.traceback else logging.WARNING, format="%(name)s: %(message)s")
     if not args.traceback:
-        for noisy in ("httpx", "filelock", "transformers"):
+        for noisy in ("httpx", "filelock", "transformers", "torchao", "torch.utils._pytree"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
         return int(args.run(args))

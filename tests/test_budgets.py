@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearfar.modeling.budgets import Candidates, keep_top_k, keep_top_k_reference, select
+from nearfar.modeling.budgets import Candidates, keep_top_k, keep_top_k_reference, passing, select, weakest_kept
 
 SCORES = st.sampled_from([-math.inf, -1.5, 0.0, 0.0, 0.25, 3.0, math.inf])
 
@@ -38,6 +38,25 @@ def test_global_selection_may_be_done_layer_by_layer(seed: int, budget: int) -> 
         stepwise = [part.masked_fill(~keep, -math.inf) for part, keep in zip([*stepwise, layer], keeps, strict=True)]
     assert [(part > -math.inf).tolist() for part in stepwise] == [keep.tolist() for keep in at_once]
     assert sum(int(keep.sum()) for keep in at_once) == budget * heads * layers
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1000), budget=st.integers(1, 6), rows=st.integers(1, 3))
+def test_no_later_winner_scores_below_the_weakest_kept(seed: int, budget: int, rows: int) -> None:
+    """What lets a layer be filtered before it competes: two layers compete, a third one only has to pass the bar."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, n = 2, 7
+    spans = [(row * heads * n, (row + 1) * heads * n) for row in range(rows)]
+    layers = [
+        Candidates(torch.randint(0, 9, (rows * heads * n,), generator=generator).float(), spans) for _ in range(3)
+    ]
+    layers[1].scores[::5] = -math.inf
+    budgets = [budget] * rows
+    bars = weakest_kept(layers[:2], select(layers[:2], budgets, heads, 3, "global"))
+    final = select(layers, budgets, heads, 3, "global")
+    for layer, keep in zip(layers, final, strict=True):
+        assert bool((passing(layer, bars) | ~keep).all())
+    assert bool((passing(layers[1], None) == (layers[1].scores > -math.inf)).all())
 
 
 def test_allocations_keep_the_same_number_in_different_places() -> None:
