@@ -26,6 +26,7 @@ from nearfar.evaluation.needles import NeedleAnswer, NeedleContext, ask_needle, 
 from nearfar.evaluation.perplexity import continuation_perplexity
 from nearfar.evaluation.restoring import restored
 from nearfar.modeling.atomic_file import write_beside
+from nearfar.modeling.budgets import check_budget
 from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, cache_nbytes, make_cache
 from nearfar.modeling.compat import cache_argument
 
@@ -189,13 +190,8 @@ def check_names(names: Sequence[str] | Mapping[str, Any], *, allow_empty: bool =
 
 
 def check_budget_arguments(budget: int | None, retention_ratio: float | None) -> None:
-    """Refuse anything but exactly one of a positive budget and a ratio in (0, 1]."""
-    if (budget is None) == (retention_ratio is None):
-        raise ValueError(f"give a budget or a retention ratio, one of the two; got {budget} and {retention_ratio}")
-    if budget is not None and budget <= 0:
-        raise ValueError(f"the budget must be a positive number of tokens, got {budget}")
-    if retention_ratio is not None and not 0 < retention_ratio <= 1:
-        raise ValueError(f"the retention ratio must be in (0, 1], got {retention_ratio}")
+    """Refuse anything but exactly one of a positive budget and a ratio in (0, 1], whatever policies make of it."""
+    check_budget(budget, retention_ratio, sink_tokens=0, recent_tokens=None)
 
 
 def prepare_contexts(
@@ -262,11 +258,18 @@ def _warm_up(model: PreTrainedModel, context: NeedleContext) -> None:
         model(inputs, use_cache=False, logits_to_keep=1)
 
 
+def _warm_up_policy(model: PreTrainedModel, context: NeedleContext, result: CacheResult) -> None:
+    """A short prefill that evicts: what a policy loads or compiles at first use does not count as its prefill."""
+    cache = make_cache(result.name, model, retention_ratio=0.5, **result.options)
+    prefill(model, cache, context.context_ids[:64])
+
+
 def _measure(
     model: PreTrainedModel, contexts: Sequence[NeedleContext], result: CacheResult, step: Callable[[str], None]
 ) -> None:
     """Fill in `result`."""
     pairs, sizes, nats, prefills, speeds = [], [], [], [], []
+    _warm_up_policy(model, contexts[0], result)
     for context in contexts:
         cache = make_cache(
             result.name, model, budget=result.budget, retention_ratio=result.retention_ratio, **result.options

@@ -9,7 +9,8 @@ Every attention layer of transformers does three things in this order::
 A cache whose heads hold different numbers of pairs cannot hand a rectangular tensor to the third step. Its `update`
 calls `take_over`, which names an attention function of ours in the configuration for the one look-up of the second
 step, and returns *handles* in place of keys and values. Our function puts the configuration back first thing, finds
-the cache through the handle and lets it attend. A model used with another cache never meets any of this.
+the cache through the handle and lets it attend. A model used with another cache never meets any of this, unless two
+threads run one model at the same time: then a forward pass may find the wrong function and stops with an error.
 
 The function in the registry is named after the stock one it stands for (`nearfar|sdpa`), so that keys which are not
 ours, should they ever reach it, go to the stock function unchanged.
@@ -99,8 +100,8 @@ class CacheHandle(torch.Tensor):
         raise RuntimeError(
             f"A model's attention layer called `{name}` on keys or values that belong to a nearfar cache, which "
             "computes attention itself. Either the model does not ask transformers' AttentionInterface for its "
-            "attention function, or the cache was built from a copy of the model's configuration: build it from the "
-            "model."
+            "attention function, or the cache was built from a copy of the model's configuration (build it from the "
+            "model), or another thread runs the same model at the same time."
         )
 
 

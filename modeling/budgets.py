@@ -1,7 +1,6 @@
 """Which pairs survive: top-K inside a head, across a layer's heads, or across all layers and heads."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,19 +10,22 @@ Allocation = Literal["uniform", "head", "global"]
 ALLOCATIONS: tuple[str, ...] = get_args(Allocation)
 
 
-def keep_top_k(scores: torch.Tensor, k: list[int]) -> torch.Tensor:
-    """The k largest scores of each row; among equal scores the earlier column wins.
+def keep_top_k(scores: torch.Tensor, k: list[int], columns: torch.Tensor | None = None) -> torch.Tensor:
+    """The k largest scores of each row; among equal scores the earlier token wins.
 
     Args:
         scores: `(rows, n)`, float; -inf marks entries that cannot be kept, +inf entries that must be.
         k: one count a row; fastest when they are all equal. A row with fewer finite or +inf entries keeps them all.
 
+        columns: `(rows, n)`, int, each entry's token; by default entries stand in their tokens' order.
+
     Returns:
         `(rows, n)`, bool.
     """
     rows, n = scores.shape
-    if rows > 1 and len(set(k)) > 1:
-        return torch.cat([keep_top_k(scores[row : row + 1], [k[row]]) for row in range(rows)])
+    if rows > 1 and (columns is not None or len(set(k)) > 1):
+        given = [None] * rows if columns is None else columns.split(1)
+        return torch.cat([keep_top_k(scores[row : row + 1], [k[row]], given[row]) for row in range(rows)])
     candidates = scores > -math.inf
     count = min(k[0], n)
     if count <= 0:
@@ -33,6 +35,10 @@ def keep_top_k(scores: torch.Tensor, k: list[int]) -> torch.Tensor:
     threshold = torch.topk(scores, count, dim=1, sorted=False).values.amin(1, keepdim=True)
     above, level = scores > threshold, scores == threshold
     room = count - above.sum(1, keepdim=True)
+    if columns is not None and int(level.sum()) > int(room):
+        tied = level[0].nonzero()[:, 0]
+        first = tied[columns[0, tied].argsort(stable=True)[: int(room)]]
+        return (above | torch.zeros_like(level).index_fill_(1, first, True)) & candidates
     return (above | (level & (level.cumsum(1) <= room))) & candidates
 
 
@@ -52,11 +58,15 @@ class Candidates:
 
     Attributes:
         scores: `(slots,)`, float32; +inf for pairs that must stay, -inf for slots that hold none.
+        columns: `(slots,)`, int, each pair's token.
         rows: first and end slot of each row; inside a row, heads lie side by side.
+        heads: for each row, the slots of each head.
     """
 
     scores: torch.Tensor
+    columns: torch.Tensor
     rows: list[tuple[int, int]]
+    heads: list[list[int]]
 
 
 def select(
@@ -76,25 +86,16 @@ def select(
         For each layer, `(slots,)`, bool.
     """
     if allocation == "global":
-        keeps = _select_globally(candidates, [budget * heads * layers for budget in budgets])
-    elif allocation == "head":
-        keeps = [
-            _by_row(layer, lambda part, budget: keep_top_k(part[None], [budget * heads])[0], budgets)
-            for layer in candidates
-        ]
-    else:  # all heads of a row hold equally many pairs, so its slots form a rectangle
-        keeps = [
-            _by_row(layer, lambda part, budget: keep_top_k(part.view(heads, -1), [budget] * heads).view(-1), budgets)
-            for layer in candidates
-        ]
-    return keeps
+        return _select_globally(candidates, [budget * heads * layers for budget in budgets])
+    return [_select_in_layer(layer, budgets, heads, allocation) for layer in candidates]
 
 
 def passing(layer: Candidates, weakest: list[torch.Tensor] | None) -> torch.Tensor:
     """`(slots,)`, bool: the candidates that score at least their row's `weakest`; all of them if it is None."""
     if weakest is None:
         return layer.scores > -math.inf
-    parts = [layer.scores[slice(*span)] >= bar for span, bar in zip(layer.rows, weakest, strict=True)]
+    bars = [bar.to(layer.scores.device) for bar in weakest]
+    parts = [layer.scores[slice(*span)] >= bar for span, bar in zip(layer.rows, bars, strict=True)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)) & (layer.scores > -math.inf)
 
 
@@ -115,10 +116,16 @@ def weakest_kept(candidates: list[Candidates], keeps: list[torch.Tensor]) -> lis
     return bars
 
 
-def _by_row(
-    layer: Candidates, choose: Callable[[torch.Tensor, int], torch.Tensor], budgets: list[int]
-) -> torch.Tensor:
-    parts = [choose(layer.scores[slice(*span)], budget) for span, budget in zip(layer.rows, budgets, strict=True)]
+def _select_in_layer(layer: Candidates, budgets: list[int], heads: int, allocation: Allocation) -> torch.Tensor:
+    parts = []
+    for span, sizes, budget in zip(layer.rows, layer.heads, budgets, strict=True):
+        scores, columns = layer.scores[slice(*span)], layer.columns[slice(*span)]
+        if allocation == "head":
+            parts.append(keep_top_k(scores[None], [budget * heads], columns[None])[0])
+        elif len(set(sizes)) == 1:
+            parts.append(keep_top_k(scores.view(heads, -1), [budget] * heads).view(-1))
+        else:
+            parts += [keep_top_k(part[None], [budget])[0] for part in scores.split(sizes)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -126,7 +133,8 @@ def _select_globally(candidates: list[Candidates], totals: list[int]) -> list[to
     device, by_row = candidates[0].scores.device, []
     for row, total in enumerate(totals):
         parts = [layer.scores[slice(*layer.rows[row])].to(device) for layer in candidates]
-        kept = keep_top_k(torch.cat(parts)[None], [total])[0]
+        columns = [layer.columns[slice(*layer.rows[row])].to(device) for layer in candidates]
+        kept = keep_top_k(torch.cat(parts)[None], [total], torch.cat(columns)[None])[0]
         by_row.append(kept.split([len(part) for part in parts]))
     keeps = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*by_row, strict=True)]
     return [keep.to(layer.scores.device) for keep, layer in zip(keeps, candidates, strict=True)]

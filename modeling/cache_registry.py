@@ -5,7 +5,8 @@ A policy joins all of them by one call::
     register_cache("mine", MyCache, label="My policy", description="What it keeps.")
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from .cache_proactive import ProactiveCache
 from .cache_random import RandomCache
 from .cache_streaming_llm import StreamingLLMCache
 from .prunable_models import text_config
+from .pruned_cache import PrunedCache
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,37 @@ def make_cache(
 
     Raises:
         ValueError: an unknown name; whatever the cache itself refuses.
+        TypeError: an option that this cache does not take.
     """
     if name not in CACHES:
         raise ValueError(f"Unknown cache {name!r}; known caches: {', '.join(CACHES)}.")
+    check_options(name, options)
     return CACHES[name].factory(model, budget=budget, retention_ratio=retention_ratio, **options)
 
 
-def _full_cache(
-    model: nn.Module, *, budget: int | None = None, retention_ratio: float | None = None, **options: Any
-) -> DynamicCache:
-    if options:
-        raise TypeError(f"The full cache takes no options, got {', '.join(sorted(options))}.")
+def check_options(name: str, options: Iterable[str]) -> None:
+    """Raise TypeError, naming those there are, if the cache `name` does not take one of `options`."""
+    known = option_names(name)
+    for option in options:
+        if known is not None and option not in known:
+            there = f"its options are {', '.join(known)}" if known else "it has none"
+            raise TypeError(f"The {name} cache takes no option {option!r}; {there}.")
+
+
+def option_names(name: str) -> list[str] | None:
+    """The options a registered cache takes beside its budget; None if it takes any."""
+    factory = CACHES[name].factory
+    signatures = [inspect.signature(factory)]
+    if isinstance(factory, type) and issubclass(factory, PrunedCache):  # a policy hands what it does not know upwards
+        signatures = [inspect.signature(cls) for cls in factory.__mro__ if issubclass(cls, PrunedCache)]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signatures[-1].parameters.values()):
+        return None
+    parameters = [parameter for signature in signatures for parameter in signature.parameters.values()]
+    keywords = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    return sorted(keywords - {"budget", "retention_ratio"})
+
+
+def _full_cache(model: nn.Module, *, budget: int | None = None, retention_ratio: float | None = None) -> DynamicCache:
     return DynamicCache(config=text_config(model))
 
 

@@ -2,7 +2,7 @@
 
 Stores `budget` pairs a head; scoring costs nothing. Kept keys stay at their true positions by default. With
 `rerotate=True` the sinks are moved, by rotating their keys, to sit directly before the window, as in the paper, where
-positions are places in the cache: distances between a query and any kept token then never exceed the budget.
+positions are places in the cache: a query is never further from a kept token than there are tokens in the cache.
 """
 
 from typing import Any
@@ -57,16 +57,22 @@ class StreamingLLMCache(PrunedCache):
         if self._rotation is None:
             return
         store, sinks = layer.store, self.sink_tokens
-        if bool((store.pairs.host_lengths <= sinks).any()):
-            return
-        slots = store.pairs.starts[:, None] + torch.arange(sinks + 1, device=store.pairs.starts.device)
-        columns = store.pairs.columns[slots].view(store.batch, store.heads, sinks + 1)[:, 0].long()
-        sink_slots = slots[:, :sinks]
-        if "sink_keys" not in layer.extra:  # as first cached: later moves start from these, so errors do not add up
-            layer.extra["sink_keys"] = store.pairs.keys[sink_slots].view(store.batch, store.heads, sinks, -1)
-        wanted = columns[:, sinks:] - sinks + torch.arange(sinks, device=columns.device)
-        moved = self._rotation.rotate(layer.extra["sink_keys"], wanted - columns[:, :sinks], layer.layer_idx)
-        store.pairs.keys[sink_slots] = moved.to(store.pairs.keys.dtype).view(len(slots), sinks, -1)
+        shape, pairs = (store.batch, store.heads, sinks), store.pairs
+        has_window = (pairs.lengths.view(shape[:2]) > sinks).all(1)  # a shorter row has nothing to stand before
+        slots = pairs.starts[:, None] + torch.arange(sinks + 1, device=pairs.starts.device)
+        slots = slots.clamp(max=pairs.keys.shape[0] - 1).view(store.batch, store.heads, sinks + 1)
+        sink_slots = slots[..., :sinks]
+        keys = pairs.keys[sink_slots]
+        # The sinks as first cached: later moves start from these, so that rounding errors do not add up.
+        known = layer.extra.setdefault("knows_sinks", torch.zeros_like(has_window))
+        first_keys = layer.extra.get("sink_keys", keys)
+        layer.extra["sink_keys"] = torch.where(known[:, None, None, None], first_keys, keys)
+        layer.extra["knows_sinks"] = known | has_window
+        places = store.places[slots[:, 0]].long()
+        wanted = places[:, sinks:] - sinks + torch.arange(sinks, device=places.device)
+        moved = self._rotation.rotate(layer.extra["sink_keys"], wanted - places[:, :sinks], layer.layer_idx)
+        chosen = has_window[:, None, None].expand(shape)
+        pairs.keys[sink_slots[chosen]] = moved.to(pairs.keys.dtype)[chosen]
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "rerotate": self.rerotate}

@@ -39,6 +39,7 @@ def write_context(path: Path, cache: "PrunedCache") -> None:
         for name in ("keys", "values", "columns"):
             tensors[prefix + name] = getattr(pairs, name)
         tensors[prefix + "lengths"], tensors[prefix + "scores"] = pairs.host_lengths, compact.scores
+        tensors[prefix + "places"] = compact.places
         for number, piece in enumerate(compact.pending):
             tensors[f"{prefix}pending.{number}.positions"] = piece.positions
             if piece.valid is not None:
@@ -61,7 +62,7 @@ def write_context(path: Path, cache: "PrunedCache") -> None:
         "format": FORMAT,
         "policy": type(cache).__name__,
         "settings": cache.settings(),
-        "row_budgets": cache._row_budgets,
+        "row_budgets": cache.row_budgets,
         "model": _shape_of(cache.config),
         "layers": layers,
     }
@@ -87,7 +88,11 @@ def read_context(
         raise ValueError(
             f"{path} was saved by {description['policy']}; load it with that class, not {policy.__name__}."
         )
-    cache = policy(model_or_config, **{**description["settings"], **options})
+    settings = {**description["settings"], **options}
+    for given, other in (("budget", "retention_ratio"), ("retention_ratio", "budget")):
+        if options.get(given) is not None and other not in options:
+            settings[other] = None
+    cache = policy(model_or_config, **settings)
     expected, found = _shape_of(cache.config), description["model"]
     if expected != found:
         raise ValueError(f"{path} belongs to a model of shape {found}, this one has {expected}.")
@@ -104,7 +109,7 @@ def read_context(
         layer.extra = {name: mine[f"extra.{name}"] for name in saved["extra"]}
         layer.is_initialized = True
         layer.rest()
-    cache._row_budgets = description["row_budgets"]
+    cache.restore_budgets(None if {"budget", "retention_ratio"} & set(options) else description["row_budgets"])
     return cache
 
 
@@ -116,7 +121,7 @@ def _store_from(tensors: dict[str, torch.Tensor], saved: dict[str, Any]) -> Ragg
     store.pairs.keys, store.pairs.values, store.pairs.columns = keys, values, tensors["columns"]
     store.pairs.starts, store.pairs.lengths = starts, tensors["lengths"]
     store.pairs.host_lengths, store.capacities = host_lengths, host_lengths.clone()
-    store.scores, store.real_tokens = tensors["scores"], list(saved["real_tokens"])
+    store.scores, store.places, store.real_tokens = tensors["scores"], tensors["places"], list(saved["real_tokens"])
     store.pending = [
         Pending(tensors[f"pending.{i}.positions"], tensors.get(f"pending.{i}.valid")) for i in range(saved["pending"])
     ]

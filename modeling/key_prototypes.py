@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
@@ -78,6 +78,9 @@ class KeyPrototypes:
 
     def __repr__(self) -> str:
         return f"KeyPrototypes({self.config.model_name!r}, heads={self.config.heads}, {self.nbytes():,} bytes)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_scorers": {}}  # folded parameters, made again on first use
 
     def nbytes(self) -> int:
         """Bytes of the stored parameters."""

@@ -1,5 +1,6 @@
 """Which models a `PrunedCache` can serve; everything else is refused with a reason."""
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -56,6 +57,11 @@ def attention_types(config: PreTrainedConfig) -> list[str]:
 def refuse_unsupported(call: AttentionCall) -> None:
     if call.module.training:
         raise ValueError("A pruned cache is for inference: call model.eval() first.")
+    if torch.is_grad_enabled() and call.query.requires_grad:
+        raise ValueError(
+            "Gradients do not reach what a cache has stored, so those computed through it would be wrong: run the "
+            "model inside torch.no_grad()."
+        )
     for name in ("softcap", "s_aux", "position_bias"):
         if call.kwargs.get(name) is not None:
             raise ValueError(

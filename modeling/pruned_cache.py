@@ -1,7 +1,7 @@
 """`PrunedCache`: a key-value cache that keeps the pairs its policy scores highest, within a budget.
 
 What it stores: of every layer with full attention, the kept pairs of each row and key-value head in flat buffers
-(`ragged_layer`), `2 * head dim` numbers and 8 bytes a pair, plus `eviction_interval` spare places a head. Heads and
+(`ragged_store`), `2 * head dim` numbers and 12 bytes a pair, plus `eviction_interval` spare places a head. Heads and
 layers may hold different numbers of pairs, and what is evicted is freed. Sliding-window layers of hybrid models are
 left to transformers' own layer, which holds the window and no more.
 
@@ -36,6 +36,8 @@ from .ragged_attention import ragged_attention
 from .ragged_layer import RaggedLayer
 from .resting_pairs import QUANTIZATIONS, Quantization
 
+# First tokens that every policy keeps unless the user says otherwise.
+SINK_TOKENS = 4
 # Share of the budget that goes to the newest tokens unless the user says otherwise.
 RECENT_SHARE = 0.25
 # Layers compete for a shared budget when they hold more than all of it by this share, and by this many bytes: each
@@ -71,6 +73,7 @@ class CacheSnapshot:
 
     layers: list[Any]
     row_budgets: list[int] | None
+    budgets_settled: bool
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
@@ -101,7 +104,7 @@ class PrunedCache(Cache):
         allocation: where pairs compete: "uniform" inside each head, "head" across the heads of a layer, "global"
             across all layers and heads. Default: the policy's own.
         eviction_interval: tokens that decode may add before it evicts down to the budget again.
-        offloading: keep every layer on the CPU except while it is used.
+        offloading: keep every pruned layer on the CPU except while it is used.
         quantization: "int8" or "int4" to store kept pairs in 8 or 4 bits a number except while their layer is used
             (needs torchao; see `resting_pairs`). Tokens since the last eviction stay exact.
 
@@ -118,7 +121,7 @@ class PrunedCache(Cache):
         *,
         budget: int | None = None,
         retention_ratio: float | None = None,
-        sink_tokens: int = 4,
+        sink_tokens: int = SINK_TOKENS,
         recent_tokens: int | None = None,
         allocation: Allocation | None = None,
         eviction_interval: int = 64,
@@ -140,10 +143,13 @@ class PrunedCache(Cache):
         self.eviction_interval = eviction_interval
         self.offload_layers, self.quantization = offloading, quantization
         self._held = False
-        self._recording = False
+        # Each row's budget, and whether a prefill has settled it (a ratio is of the tokens seen by then).
         self._row_budgets: list[int] | None = None
+        self._budgets_settled = False
         self._weakest_kept: list[torch.Tensor] | None = None
+        # What the layers of one forward pass share.
         self._mask_memo: tuple[Any, torch.Tensor | None] | None = None
+        self._positions_memo: tuple[Any, torch.Tensor] | None = None
         super().__init__(layers=self._make_layers())
 
     # -- the policy -------------------------------------------------------------------------------------------------
@@ -212,6 +218,14 @@ class PrunedCache(Cache):
         refuse_unsupported(call)
         batch, _, n, _ = call.keys.shape
         first_layer, last_layer = self._ends()
+        if layer.store.pairs.keys.dtype != call.keys.dtype:
+            raise ValueError(
+                f"The cache holds {layer.store.pairs.keys.dtype} and the model computes in {call.keys.dtype}: use the "
+                "model in the dtype the context was read in."
+            )
+        if layer is first_layer and self._recording and not self._held:
+            self._evict_when_due(layer)  # what is still here at the next pass has been accepted
+        layer.device = call.keys.device
         layer.wake()
         valid = self._validity(call.mask, batch, n)
         positions = self._rotary_positions(layer, call.position_ids, valid, batch, n)
@@ -219,6 +233,7 @@ class PrunedCache(Cache):
         holding = self._held or self._recording
         if prefill and layer is first_layer and not holding:
             self._set_row_budgets(_added(layer.store.real_tokens, valid, n))
+            self._budgets_settled = True
         first_column, layer.seen = layer.seen, layer.seen + n
         with torch.no_grad():
             keys, values = call.keys.detach(), call.values.detach()
@@ -227,15 +242,17 @@ class PrunedCache(Cache):
                 if prefill and not holding and self._over_budget(_added(layer.store.real_tokens, valid, n)):
                     self._evict_arrivals(layer, keys, values, 0, positions, valid)
                 else:
-                    layer.store.append(keys, values, 0, positions, valid, self._spare(n))
+                    layer.store.append(keys, values, 0, positions, valid, self._spare(layer, n))
             else:
-                layer.store.append(keys, values, first_column, positions, valid, self._spare(layer.store.kept))
+                layer.store.append(keys, values, first_column, positions, valid, self._spare(layer, n))
                 output = self._attend_stored(layer, call, valid, first_column)
                 if prefill and not holding and self._over_budget(layer.store.real_tokens):
                     self._evict(layer)
             if layer is last_layer and not prefill and not holding:
                 self._evict_when_due(layer)
         layer.rest()
+        if layer is last_layer:
+            self._mask_memo = self._positions_memo = None
         return output
 
     def _attend_stored(
@@ -243,7 +260,7 @@ class PrunedCache(Cache):
     ) -> AttentionOutput:
         store, n = layer.store, call.query.shape[2]
         even = store.uniform_length
-        if even is not None and valid is None and not layer.extra:
+        if even is not None and valid is None:
             if not layer.evicted and even == layer.seen:
                 return call.stock(*store.dense(), call.mask)
             if n == 1 and layer.window is None:
@@ -269,7 +286,12 @@ class PrunedCache(Cache):
         """`(batch, n)`, int64: what the model says, or the count of real tokens before."""
         assert layer.device is not None
         if position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == n:
-            return position_ids.to(layer.device).long().expand(batch, n)
+            known = self._positions_memo
+            if known is None or known[0] is not position_ids or known[1].device != layer.device:
+                # A copy: they are needed until the next eviction, and the caller may count his own on in place.
+                copied = position_ids.detach().to(layer.device, torch.int64, copy=True).expand(batch, n)
+                self._positions_memo = known = (position_ids, copied)
+            return known[1]
         before = torch.tensor(layer.store.real_tokens, device=layer.device)[:, None]
         steps = torch.arange(n, device=layer.device).expand(batch, n) if valid is None else valid.cumsum(1) - 1
         return (before + steps).clamp(min=0)
@@ -282,6 +304,7 @@ class PrunedCache(Cache):
         if not layers:
             return
         self._set_row_budgets(layers[0].store.real_tokens)
+        self._budgets_settled = True
         self._evict_all(layers)
 
     @contextmanager
@@ -318,39 +341,44 @@ class PrunedCache(Cache):
                 f"Expected a filled cache of {len(self.layers)} layers, got {len(full_cache.layers)} layers and "
                 f"{full_cache.get_seq_length()} tokens seen."
             )
-        for layer, source in zip(self.layers, full_cache.layers, strict=True):
-            if not isinstance(layer, RaggedLayer):
-                _copy_stock_layer(source, layer)
-                continue
-            keys, values = source.keys, source.values
-            n, seen = keys.shape[2], full_cache.get_seq_length()
-            layer.lazy_initialization(keys, values)
-            valid = None
-            if attention_mask is not None and not bool(attention_mask.all()):
-                valid = attention_mask[:, -n:].to(keys.device).bool()
-            steps = torch.arange(seen - n, seen, device=keys.device).expand(keys.shape[0], n)
-            positions = steps
-            if valid is not None:
-                assert attention_mask is not None
-                whole = attention_mask.to(keys.device).long()
-                positions = (whole.cumsum(1) - 1).clamp(min=0)[:, -n:]
-            tokens = _added(layer.store.real_tokens, valid, n)
-            if layer is self._ends()[0]:
-                self._set_row_budgets(tokens)
-            layer.seen = seen
-            if self._over_budget(tokens):
-                self._evict_arrivals(layer, keys, values, seen - n, positions, valid)
-            else:
-                layer.store.append(keys, values, seen - n, positions, valid, self._spare(n))
+        with torch.no_grad():
+            for layer, source in zip(self.layers, full_cache.layers, strict=True):
+                if isinstance(layer, RaggedLayer):
+                    self._ingest_layer(layer, source, full_cache.get_seq_length(), attention_mask)
+                else:
+                    _put_layer_state(layer, _copy_layer_state(source), copy=False)
         return self
+
+    def _ingest_layer(self, layer: RaggedLayer, source: Any, seen: int, attention_mask: torch.Tensor | None) -> None:
+        keys, values = source.keys.detach(), source.values.detach()
+        batch, _, n, _ = keys.shape  # a sliding-window layer holds fewer tokens than it has seen
+        layer.lazy_initialization(keys, values)
+        valid, before = None, [seen - n] * batch
+        positions = torch.arange(seen - n, seen, device=keys.device).expand(batch, n)
+        if attention_mask is not None and not bool(attention_mask.all()):
+            real = attention_mask.to(keys.device).bool()
+            valid, before = real[:, -n:], real[:, : seen - n].sum(1).tolist()
+            positions = (real.cumsum(1) - 1).clamp(min=0)[:, -n:]
+        layer.store.real_tokens = before
+        layer.seen, tokens = seen, _added(before, valid, n)
+        if layer is self._ends()[0] and not self._held:
+            self._set_row_budgets(tokens)
+            self._budgets_settled = True
+        if not self._held and self._over_budget(tokens):
+            self._evict_arrivals(layer, keys, values, seen - n, positions, valid)
+        else:
+            layer.store.append(keys, values, seen - n, positions, valid, self._spare(layer, n))
+        layer.rest()
 
     def _ends(self) -> tuple[RaggedLayer, RaggedLayer]:
         layers = self.ragged_layers
         return layers[0], layers[-1]
 
-    def _spare(self, pairs: int) -> int:
-        """Free places to leave a head that has not been evicted yet."""
-        return max(self.eviction_interval, pairs // 8 if self._row_budgets is None else 0)
+    def _spare(self, layer: RaggedLayer, n: int) -> int:
+        """Free places to leave each head when its layer has to grow for n more tokens."""
+        if layer.evicted:
+            return self.eviction_interval
+        return max(self.eviction_interval, (layer.store.pairs.max_length + n) // 8)
 
     def _set_row_budgets(self, real_tokens: list[int]) -> None:
         if self.budget is not None:
@@ -369,7 +397,11 @@ class PrunedCache(Cache):
 
     def _evict_when_due(self, layer: RaggedLayer) -> None:
         """During decode: evict once `eviction_interval` tokens have come and the budget is exceeded."""
-        if layer.store.pending_tokens() >= self.eviction_interval and self._over_budget(layer.store.real_tokens):
+        if layer.store.pending_tokens() < self.eviction_interval:
+            return
+        if not self._budgets_settled:
+            self._set_row_budgets(layer.store.real_tokens)
+        if self._over_budget(layer.store.real_tokens):
             self._evict_all(self.ragged_layers)
 
     def _evict_all(self, layers: list[RaggedLayer]) -> None:
@@ -494,29 +526,63 @@ class PrunedCache(Cache):
 
     # -- rolling back, copies, files --------------------------------------------------------------------------------
 
+    @property
+    def row_budgets(self) -> list[int] | None:
+        """Pairs each row may keep, a layer and head on average; None before they are known."""
+        return None if self._row_budgets is None else list(self._row_budgets)
+
+    def restore_budgets(self, row_budgets: list[int] | None) -> None:
+        """Set `row_budgets`; None derives them from the tokens seen."""
+        layers = [layer for layer in self.ragged_layers if layer.is_initialized]
+        if row_budgets is not None:
+            self._row_budgets = list(row_budgets)
+        elif layers:
+            self._set_row_budgets(layers[0].store.real_tokens)
+        self._budgets_settled = self._row_budgets is not None
+
+    @property
+    def _recording(self) -> bool:
+        return any(layer.record_past for layer in self.ragged_layers)
+
     def activate_past_recording(self) -> None:
-        """From now on evict in `crop` instead of in the forward pass, so that assisted decoding can roll back."""
-        self._recording = True
+        """Evict no longer in a forward pass but in `crop`, or when the next pass begins: assisted decoding rolls back.
+
+        A prompt that is prefilled in this mode is held in full until then.
+        """
         super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens, `-n` for n of them; see `RaggedLayer.crop`.
+        """Forget the newest tokens: `-n` for n of them, 0 for none.
+
+        Args:
+            tokens_to_remove: not positive.
 
         Raises:
-            ValueError: they took part in an eviction.
+            ValueError: a positive number; tokens that took part in an eviction, or that a sliding-window layer of a
+                hybrid model can no longer give back (`activate_past_recording` before they come makes it keep them).
+                Nothing has been removed then.
         """
+        remove = -tokens_to_remove
+        if remove < 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}.")
+        for layer in self.layers:
+            if isinstance(layer, RaggedLayer):
+                layer.check_crop(remove)
+            elif remove and layer.get_seq_length() >= layer.sliding_window and not layer.record_past:
+                raise ValueError(
+                    f"Cannot remove {remove} token(s): a sliding-window layer has let go of what lay before them. "
+                    "Take a snapshot() before, or call activate_past_recording() before they come."
+                )
         super().crop(tokens_to_remove)
         layers = [layer for layer in self.ragged_layers if layer.is_initialized]
         if self._recording and not self._held and layers:
-            if self._row_budgets is None:
-                self._set_row_budgets(layers[0].store.real_tokens)
             self._evict_when_due(layers[-1])
 
     def reset(self) -> None:
         """Empty the cache; its settings stay."""
         self.layers = self._make_layers()
-        self._row_budgets = self._mask_memo = None
-        self._held = self._recording = False
+        self._row_budgets = self._mask_memo = self._positions_memo = None
+        self._held = self._budgets_settled = False
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -535,8 +601,9 @@ class PrunedCache(Cache):
             self._row_budgets = [self._row_budgets[row] for row in beam_idx.tolist()]
 
     def snapshot(self) -> CacheSnapshot:
-        """A copy of the contents, to come back to with `restore`; costs as many bytes as the cache holds."""
-        return CacheSnapshot([_copy_layer_state(layer) for layer in self.layers], _copy_list(self._row_budgets))
+        """A copy of the contents, to come back to with `restore`; it takes the bytes of the pairs unquantised."""
+        states = [_copy_layer_state(layer) for layer in self.layers]
+        return CacheSnapshot(states, self.row_budgets, self._budgets_settled)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Put the contents back as they were when `snapshot` was taken; the snapshot can be used again."""
@@ -547,16 +614,26 @@ class PrunedCache(Cache):
             )
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
             _put_layer_state(layer, state)
-        self._row_budgets, self._mask_memo = _copy_list(snapshot.row_budgets), None
+        self._row_budgets = None if snapshot.row_budgets is None else list(snapshot.row_budgets)
+        self._budgets_settled = snapshot.budgets_settled
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"A {type(self).__name__} belongs to its model's configuration object and cannot be pickled: use "
+            "save_context() and load_context()."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PrunedCache":
         twin = self.__class__.__new__(self.__class__)
         # Settings, and a policy's own parameters, are shared: only the contents are copied.
         twin.__dict__.update(self.__dict__)
         memo[id(self)] = twin
+        twin._held, twin._mask_memo, twin._positions_memo = False, None, None
         twin.layers = twin._make_layers()
-        twin._mask_memo = None
-        twin.restore(self.snapshot())
+        for layer, original in zip(twin.layers, self.layers, strict=True):
+            _put_layer_state(layer, _copy_layer_state(original), copy=False)
+            layer.record_past = original.record_past
+        twin._row_budgets = self.row_budgets
         return twin
 
     def settings(self) -> dict[str, Any]:
@@ -617,16 +694,17 @@ def _added(real_tokens: list[int], valid: torch.Tensor | None, n: int) -> list[i
     return [a + b for a, b in zip(real_tokens, counts, strict=True)]
 
 
-def _copy_list(values: list[int] | None) -> list[int] | None:
-    return None if values is None else list(values)
-
-
-def _all_tensors(layers: list[Any]) -> Iterator[torch.Tensor]:
+def _all_tensors(layers: list[Any]) -> list[torch.Tensor]:
+    """Each tensor once, also where layers share it."""
+    held: dict[int, torch.Tensor] = {}
     for layer in layers:
+        tensors: list[torch.Tensor] = []
         if isinstance(layer, RaggedLayer):
-            yield from layer.tensors()
+            tensors = layer.tensors()
         elif layer.is_initialized:
-            yield from (layer.keys, layer.values)
+            tensors = [layer.keys, layer.values]
+        held.update({id(tensor): tensor for tensor in tensors})
+    return list(held.values())
 
 
 def _copy_layer_state(layer: Any) -> Any:
@@ -640,24 +718,24 @@ def _copy_layer_state(layer: Any) -> Any:
     return layer.keys.clone(), layer.values.clone(), layer.cumulative_length
 
 
-def _put_layer_state(layer: Any, state: Any) -> None:
+def _put_layer_state(layer: Any, state: Any, copy: bool = True) -> None:
+    """Fill a layer from `_copy_layer_state`; without `copy` it takes the state's own tensors."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if copy else tensor
+
     if isinstance(layer, RaggedLayer):
         store, layer.seen, layer.evicted, extra, layer.device = state
         if store is None:
             layer.reset()
             return
-        layer.store = store.clone()
-        layer.extra = {name: tensor.clone() for name, tensor in extra.items()}
-        layer.is_initialized = True
-        layer.resting = None
+        layer.store = store.clone() if copy else store
+        layer.extra = {name: own(tensor) for name, tensor in extra.items()}
+        layer.is_initialized, layer.resting, layer.asleep = True, None, False
         layer.rest()
     elif state is None:
         layer.reset()
     else:
         if not layer.is_initialized:
             layer.lazy_initialization(state[0], state[1])
-        layer.keys, layer.values, layer.cumulative_length = state[0].clone(), state[1].clone(), state[2]
-
-
-def _copy_stock_layer(source: Any, target: Any) -> None:
-    _put_layer_state(target, _copy_layer_state(source))
+        layer.keys, layer.values, layer.cumulative_length = own(state[0]), own(state[1]), state[2]

@@ -39,6 +39,8 @@ class RaggedLayer(CacheLayerMixin):
         # The quantised pairs, and whether they stand for the store's buffers at the moment.
         self.resting: RestingPairs | None = None
         self.asleep = False
+        # transformers' flag: tokens may be rolled back, so eviction waits until they are known to stay.
+        self.record_past = False
 
     @property
     def cache(self) -> "PrunedCache":
@@ -110,17 +112,14 @@ class RaggedLayer(CacheLayerMixin):
     def candidates(self, sink_tokens: int, recent_tokens: list[int]) -> Candidates:
         """The pairs held, all scored, with the sinks and each row's newest `recent_tokens` marked as protected."""
         store = self.store
-        pairs, shape = store.pairs, (store.batch, store.heads)
         segment, filled = store.slot_owners()
         row = segment // store.heads
-        recent = torch.tensor(recent_tokens, device=row.device)
-        last = pairs.columns[(pairs.starts + pairs.lengths - 1).clamp(min=0)].view(shape).amax(1)
-        protected = pairs.columns > (last - recent)[row]
-        if sink_tokens:  # the first token is a sink and still here, so it tells where the row begins
-            first = pairs.columns[pairs.starts.clamp(max=len(row) - 1)].view(shape).amin(1)
-            protected |= pairs.columns < (first + sink_tokens)[row]
+        newest = torch.tensor(store.real_tokens, device=row.device) - torch.tensor(recent_tokens, device=row.device)
+        protected = (store.places < sink_tokens) | (store.places >= newest[row])
         scores = store.scores.masked_fill(protected, math.inf).masked_fill_(~filled, -math.inf)
-        return Candidates(self._within_window(scores, pairs.columns), store.row_slots())
+        columns = store.pairs.columns
+        sizes = store.capacities.view(store.batch, store.heads).tolist()
+        return Candidates(self._within_window(scores, columns), columns, store.row_slots(), sizes)
 
     def arriving_candidates(
         self,
@@ -139,14 +138,22 @@ class RaggedLayer(CacheLayerMixin):
             sink_tokens, recent_tokens: as for `candidates`.
         """
         batch, heads, n = scores.shape
-        recent = torch.tensor(recent_tokens, device=scores.device)[:, None]
-        place = torch.arange(n, device=scores.device).expand(batch, n) if valid is None else valid.cumsum(1) - 1
-        protected = (place < sink_tokens) | (place >= place[:, -1:] + 1 - recent)
+        device = scores.device
+        recent, before = (
+            torch.tensor(count, device=device)[:, None] for count in (recent_tokens, self.store.real_tokens)
+        )
+        ranks = torch.arange(n, device=device).expand(batch, n) if valid is None else valid.cumsum(1) - 1
+        protected = (before + ranks < sink_tokens) | (ranks > ranks[:, -1:] - recent)
         marked = torch.where(protected[:, None], math.inf, scores)
         if valid is not None:
             marked = marked.masked_fill(~valid[:, None], -math.inf)
-        marked = self._within_window(marked, torch.arange(first_column, first_column + n, device=scores.device))
-        return Candidates(marked.reshape(-1), [(row * heads * n, (row + 1) * heads * n) for row in range(batch)])
+        columns = torch.arange(first_column, first_column + n, device=device, dtype=torch.int32)
+        return Candidates(
+            self._within_window(marked, columns).reshape(-1),
+            columns.expand(batch, heads, n).reshape(-1),
+            [(row * heads * n, (row + 1) * heads * n) for row in range(batch)],
+            [[n] * heads] * batch,
+        )
 
     def _within_window(self, scores: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """-inf for pairs that no later token of a sliding-window layer can see."""
@@ -164,7 +171,8 @@ class RaggedLayer(CacheLayerMixin):
     def rest(self) -> None:
         """Put the pairs away as the cache's settings say."""
         cache = self.cache
-        if cache.quantization is not None and self.is_initialized and not self.asleep:
+        # Before the first eviction all pairs are pending, which stay exact.
+        if cache.quantization is not None and self.evicted and not self.asleep:
             self.resting = put_to_rest(self.store, int(cache.quantization.removeprefix("int")), self.resting)
             self.asleep = True
         if cache.offload_layers:
@@ -209,22 +217,25 @@ class RaggedLayer(CacheLayerMixin):
                 self.store.select_rows(indices)
             self.extra = {name: tensor[indices.to(tensor.device)] for name, tensor in self.extra.items()}
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest tokens: `-n` removes n; a positive number is the length to cut back to; 0 does nothing.
+    def activate_past_recording(self) -> None:
+        """See `PrunedCache.activate_past_recording`."""
+        self.record_past = True
 
-        Raises:
-            ValueError: some of the tokens took part in an eviction, which cannot be undone.
-        """
-        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
-        if remove == 0 or not self.is_initialized:
-            return
-        pending = self.store.pending_tokens()
-        if remove > self.seen or remove > pending:
+    def check_crop(self, remove: int) -> None:
+        """Raise ValueError unless the newest `remove` tokens can be forgotten without a trace."""
+        pending = self.store.pending_tokens() if self.is_initialized else 0
+        if remove > pending:
             raise ValueError(
                 f"Cannot remove {remove} token(s): of {self.seen} seen, the newest {pending} came after the last "
                 "eviction, and older ones cannot be rolled back. Take a snapshot() before, or prefill inside "
                 "hold_eviction()."
             )
-        self.seen -= remove
-        with self.awake():
-            self.store.crop(self.seen, remove)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest `-tokens_to_remove` tokens; see `PrunedCache.crop`."""
+        remove = -tokens_to_remove
+        self.check_crop(remove)
+        if remove > 0:
+            self.seen -= remove
+            with self.awake():
+                self.store.crop(self.seen, remove)

@@ -1,6 +1,6 @@
 """Storage of one layer's kept pairs: flat buffers, a length for every row and key-value head.
 
-A pair costs `2 * head dim` numbers in the model's dtype plus 8 bytes (its column and its score, 4 bytes each).
+A pair costs `2 * head dim` numbers in the model's dtype plus 12 bytes (its column, its place and its score).
 Each segment has some spare slots, so a decode step writes its pair in place: one scatter a layer, no copy, no loop.
 When the spare slots are used up the segments are laid out anew (amortised by growing the spare room with the length).
 """
@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from .ragged_attention import RaggedPairs
+
+# Pieces of the pending sequence before they are joined.
+MOST_PIECES = 64
 
 
 @dataclass
@@ -41,6 +44,7 @@ class RaggedStore:
     Attributes:
         pairs: buffers and lengths (`RaggedPairs`).
         scores: `(slots,)`, float32, importance; meaningless for pending pairs and spare slots.
+        places: `(slots,)`, int32, each pair's index among its row's real tokens (its column, less the padding before).
         capacities: `(batch * heads,)`, int64 on the CPU: slots of each segment.
         real_tokens: tokens seen by each row, padding not counted.
         pending: pieces of the sequence stored since the last eviction.
@@ -49,6 +53,7 @@ class RaggedStore:
 
     pairs: RaggedPairs
     scores: torch.Tensor
+    places: torch.Tensor
     capacities: torch.Tensor
     real_tokens: list[int]
     pending: list[Pending] = field(default_factory=list)
@@ -74,6 +79,7 @@ class RaggedStore:
         return cls(
             pairs,
             torch.empty(0, dtype=torch.float32, device=device),
+            torch.empty(0, dtype=torch.int32, device=device),
             torch.zeros(segments, dtype=torch.int64),
             [0] * batch,
         )
@@ -127,7 +133,7 @@ class RaggedStore:
         """Every tensor the store holds."""
         pairs = self.pairs
         held = [pairs.keys, pairs.values, pairs.columns, pairs.starts, pairs.lengths, pairs.host_lengths]
-        held += [self.scores, self.capacities]
+        held += [self.scores, self.places, self.capacities]
         for piece in self.pending:
             held += [piece.positions] if piece.valid is None else [piece.positions, piece.valid]
         return held
@@ -152,8 +158,11 @@ class RaggedStore:
             valid: `(batch, n)`, bool, or None when no new token is padding.
             spare: free slots to leave in every segment when it has to grow.
         """
+        if self.scores.is_inference() and not torch.is_inference_mode_enabled():
+            self._replace_by(self.clone())  # prefilled in inference mode, whose tensors cannot be written to outside
         batch, heads, n, _ = keys.shape
         device = keys.device
+        before = torch.tensor(self.real_tokens, dtype=torch.int32, device=device)[:, None]
         columns = torch.arange(first_column, first_column + n, device=device, dtype=torch.int32)
         if valid is None:
             added = torch.full((batch,), n)
@@ -169,13 +178,15 @@ class RaggedStore:
         slots = (pairs.starts + pairs.lengths).view(batch, heads, 1) + ranks[:, None, :]
         flat_keys, flat_values = keys.reshape(-1, keys.shape[-1]), values.reshape(-1, values.shape[-1])
         slots, columns = slots.reshape(-1), columns.expand(batch, heads, n).reshape(-1)
+        places = (before + ranks.int())[:, None].expand(batch, heads, n).reshape(-1)
         if valid is not None:
             chosen = valid[:, None].expand(batch, heads, n).reshape(-1).nonzero()[:, 0]
             flat_keys, flat_values = flat_keys[chosen], flat_values[chosen]
-            slots, columns = slots[chosen], columns[chosen]
+            slots, columns, places = slots[chosen], columns[chosen], places[chosen]
         pairs.keys.index_copy_(0, slots, flat_keys)
         pairs.values.index_copy_(0, slots, flat_values)
         pairs.columns.index_copy_(0, slots, columns)
+        self.places.index_copy_(0, slots, places)
         pairs.host_lengths += added
         pairs.lengths += n if valid is None else added.to(device)
 
@@ -201,6 +212,9 @@ class RaggedStore:
         """
         batch, _, n, _ = keys.shape
         added = torch.full((batch,), n) if valid is None else valid.sum(1).cpu()
+        before = torch.tensor(self.real_tokens, device=keys.device)[:, None]
+        ranks = torch.arange(n, device=keys.device).expand(batch, n) if valid is None else valid.cumsum(1) - 1
+        places = (before + ranks).int()
         self._note_tokens(positions, valid, added)
         self.pending.clear()
         lengths = keep.sum(-1).view(-1)
@@ -213,6 +227,7 @@ class RaggedStore:
         pairs.values = _scattered(values[row, head, column], target, slots)
         pairs.columns = _scattered((column + first_column).int(), target, slots)
         self.scores = _scattered(scores[row, head, column], target, slots)
+        self.places = _scattered(places[row, column], target, slots)
 
     def keep(self, mask: torch.Tensor, spare: int) -> None:
         """Keep the slots in `mask` `(slots,)`, free the rest, leave `spare` free slots in every segment.
@@ -241,6 +256,7 @@ class RaggedStore:
         for name in ("keys", "values", "columns"):
             setattr(pairs, name, _scattered(getattr(pairs, name)[source], target, slots))
         self.scores = _scattered(self.scores[source], target, slots)
+        self.places = _scattered(self.places[source], target, slots)
 
     def _lay_out(self, host_lengths: torch.Tensor, lengths: torch.Tensor, capacities: torch.Tensor) -> torch.Tensor:
         """Give out slots anew; returns the slots of the first `lengths[s]` places of every segment s, in order.
@@ -281,7 +297,7 @@ class RaggedStore:
             batch=len(host_rows),
             heads=old.heads,
         )
-        self.scores, self.capacities = self.scores[source], capacities
+        self.scores, self.places, self.capacities = self.scores[source], self.places[source], capacities
         self.layout += 1
         self.real_tokens = [self.real_tokens[row] for row in host_rows.tolist()]
         self.pending = [piece.select(rows) for piece in self.pending]
@@ -306,6 +322,8 @@ class RaggedStore:
     def _note_tokens(self, positions: torch.Tensor, valid: torch.Tensor | None, added: torch.Tensor) -> None:
         self.real_tokens = [a + b for a, b in zip(self.real_tokens, added.tolist(), strict=True)]
         self.pending.append(Pending(positions, valid))
+        if len(self.pending) > MOST_PIECES:
+            self.pending = [_joined(self.pending)]
 
     # -- pending pairs ----------------------------------------------------------------------------------------------
 
@@ -324,19 +342,13 @@ class RaggedStore:
         if not pieces:
             nothing = torch.zeros(self.batch, 0, dtype=torch.int64, device=pairs.starts.device)
             return nothing[:, None].expand(-1, self.heads, -1), nothing, nothing.bool()
-        positions = torch.cat([piece.positions for piece in pieces], dim=1)
-        if all(piece.valid is None for piece in pieces):
+        joined = _joined(pieces)
+        positions, valid = joined.positions, joined.valid
+        if valid is None:
             m = positions.shape[1]
             real = torch.ones_like(positions, dtype=torch.bool)
             first = pairs.lengths.view(self.batch, self.heads, 1) - m
         else:
-            valid = torch.cat(
-                [
-                    torch.ones_like(piece.positions, dtype=torch.bool) if piece.valid is None else piece.valid
-                    for piece in pieces
-                ],
-                dim=1,
-            )
             counts = valid.sum(1)
             m = int(counts.max())
             order = (~valid).int().argsort(dim=1, stable=True)[:, :m]  # real tokens first, in order
@@ -347,6 +359,10 @@ class RaggedStore:
         return slots.clamp(0, max(int(self.capacities.sum()) - 1, 0)), positions, real
 
     # -- copies and devices -----------------------------------------------------------------------------------------
+
+    def _replace_by(self, other: "RaggedStore") -> None:
+        for field_ in dataclasses.fields(self):
+            setattr(self, field_.name, getattr(other, field_.name))
 
     def clone(self) -> "RaggedStore":
         """An independent copy."""
@@ -371,11 +387,21 @@ class RaggedStore:
         return RaggedStore(
             pairs,
             function(self.scores),
+            function(self.places),
             apply("capacities", self.capacities),
             list(self.real_tokens),
             pending,
             self.layout,
         )
+
+
+def _joined(pieces: list[Pending]) -> Pending:
+    """Several pieces of the sequence as one."""
+    positions = torch.cat([piece.positions for piece in pieces], dim=1)
+    if all(piece.valid is None for piece in pieces):
+        return Pending(positions, None)
+    masks = [torch.ones_like(p.positions, dtype=torch.bool) if p.valid is None else p.valid for p in pieces]
+    return Pending(positions, torch.cat(masks, dim=1))
 
 
 def _scattered(rows: torch.Tensor, target: torch.Tensor, slots: int) -> torch.Tensor:

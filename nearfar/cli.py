@@ -349,8 +349,8 @@ def _check_cache_names(names: Sequence[str]) -> None:
 def _cache_options(args: argparse.Namespace, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Keyword arguments for each cache, out of --prototypes and --cache-option; refuses a budget it cannot honour."""
     from nearfar.modeling.budgets import check_budget
-    from nearfar.modeling.cache_registry import CACHES
-    from nearfar.modeling.pruned_cache import PrunedCache
+    from nearfar.modeling.cache_registry import CACHES, check_options
+    from nearfar.modeling.pruned_cache import SINK_TOKENS, PrunedCache
 
     options: dict[str, dict[str, Any]] = {name: {} for name in names}
     wanting = [name for name in names if CACHES[name].needs_prototypes]
@@ -367,8 +367,13 @@ def _cache_options(args: argparse.Namespace, names: Sequence[str]) -> dict[str, 
             options[name][key] = value
     for name in names:
         factory, given = CACHES[name].factory, options[name]
-        if isinstance(factory, type) and issubclass(factory, PrunedCache):
-            check_budget(args.budget, args.retention_ratio, given.get("sink_tokens", 4), given.get("recent_tokens"))
+        try:
+            check_options(name, given)
+            if isinstance(factory, type) and issubclass(factory, PrunedCache):
+                sinks, recent = given.get("sink_tokens", SINK_TOKENS), given.get("recent_tokens")
+                check_budget(args.budget, args.retention_ratio, sinks, recent)
+        except TypeError as error:
+            raise UserError(f"--cache-option: {error}") from None
     return options
 
 
@@ -607,7 +612,10 @@ def _generate(args: argparse.Namespace) -> int:
 
     set_threads(args, device)
     model = load_model(source, device, dtype)
-    cache = make_cache(args.cache, model, budget=args.budget, retention_ratio=args.retention_ratio, **options)
+    try:
+        cache = make_cache(args.cache, model, budget=args.budget, retention_ratio=args.retention_ratio, **options)
+    except TypeError as error:  # an option of the wrong type
+        raise UserError(f"--cache {args.cache}: {error}") from None
     # Greedy decoding must not inherit sampling settings from the checkpoint: they would be warned about.
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if args.temperature > 0:

@@ -8,6 +8,15 @@ from hypothesis import strategies as st
 
 from nearfar.modeling.budgets import Candidates, keep_top_k, keep_top_k_reference, passing, select, weakest_kept
 
+
+def in_order(scores: torch.Tensor, heads: int, rows: int = 1) -> Candidates:
+    """A layer whose heads hold tokens 0, 1, 2, …"""
+    size = len(scores) // rows
+    n = size // heads
+    spans = [(row * size, (row + 1) * size) for row in range(rows)]
+    return Candidates(scores, torch.arange(n).repeat(rows * heads), spans, [[n] * heads] * rows)
+
+
 SCORES = st.sampled_from([-math.inf, -1.5, 0.0, 0.0, 0.25, 3.0, math.inf])
 
 
@@ -26,10 +35,9 @@ def test_global_selection_may_be_done_layer_by_layer(seed: int, budget: int) -> 
     generator = torch.Generator().manual_seed(seed)
     heads, layers, n = 2, 4, 9
     scores = [torch.randint(0, 8, (heads * n,), generator=generator).float() for _ in range(layers)]
-    rows = [(0, heads * n)]
 
     def choose(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        return select([Candidates(part, rows) for part in parts], [budget], heads, layers, "global")
+        return select([in_order(part, heads) for part in parts], [budget], heads, layers, "global")
 
     at_once = choose(scores)
     stepwise: list[torch.Tensor] = []
@@ -46,9 +54,8 @@ def test_no_later_winner_scores_below_the_weakest_kept(seed: int, budget: int, r
     """What lets a layer be filtered before it competes: two layers compete, a third one only has to pass the bar."""
     generator = torch.Generator().manual_seed(seed)
     heads, n = 2, 7
-    spans = [(row * heads * n, (row + 1) * heads * n) for row in range(rows)]
     layers = [
-        Candidates(torch.randint(0, 9, (rows * heads * n,), generator=generator).float(), spans) for _ in range(3)
+        in_order(torch.randint(0, 9, (rows * heads * n,), generator=generator).float(), heads, rows) for _ in range(3)
     ]
     layers[1].scores[::5] = -math.inf
     budgets = [budget] * rows
@@ -62,7 +69,7 @@ def test_no_later_winner_scores_below_the_weakest_kept(seed: int, budget: int, r
 def test_allocations_keep_the_same_number_in_different_places() -> None:
     scores = torch.tensor([9.0, 8.0, 7.0, 6.0, 1.0, 2.0, 3.0, 4.0])  # two heads of four
     other = scores - 20.0
-    layers = [Candidates(scores, [(0, 8)]), Candidates(other, [(0, 8)])]
+    layers = [in_order(scores, 2), in_order(other, 2)]
     counts = {
         allocation: [
             keep.view(2, 4).sum(1).tolist()
@@ -71,3 +78,18 @@ def test_allocations_keep_the_same_number_in_different_places() -> None:
         for allocation in ("uniform", "head", "global")
     }
     assert counts == {"uniform": [[2, 2], [2, 2]], "head": [[4, 0], [4, 0]], "global": [[4, 4], [0, 0]]}
+
+
+def test_ties_between_heads_and_layers_go_to_the_earlier_token() -> None:
+    flat = torch.zeros(12)  # two heads of six, all alike
+    (keep,) = select([in_order(flat, 2)], [2], 2, 1, "head")
+    assert keep.view(2, 6).int().tolist() == [[1, 1, 0, 0, 0, 0]] * 2
+    keeps = select([in_order(flat, 2), in_order(flat, 2)], [2], 2, 2, "global")
+    assert [keep.view(2, 6).int().tolist() for keep in keeps] == [[[1, 1, 0, 0, 0, 0]] * 2] * 2
+
+
+def test_uniform_selection_of_heads_with_unequal_room() -> None:
+    scores = torch.tensor([1.0, 2.0, 3.0, 9.0, 8.0])
+    layer = Candidates(scores, torch.arange(5), [(0, 5)], [[3, 2]])
+    (keep,) = select([layer], [1], 2, 1, "uniform")
+    assert keep.tolist() == [False, False, True, True, False]

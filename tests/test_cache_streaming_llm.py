@@ -96,3 +96,32 @@ def test_random_is_repeatable_and_depends_on_the_seed() -> None:
         Drive(model, cache).feed(random_ids(1, 40))
         kept.append([cache.kept_columns(layer) for layer in range(3)])
     assert kept[0] == kept[1] != kept[2]
+
+
+@pytest.mark.parametrize("lengths", [[30, 2], [30, 17], [30, 4]])
+def test_rerotated_rows_of_a_batch_do_not_depend_on_each_other(lengths: list[int]) -> None:
+    """Short rows beside long ones, left padding, and padding between the turns."""
+    model = tiny_model()
+    longest = max(lengths)
+    ids = random_ids(2, longest)
+    mask = (torch.arange(longest)[None] >= longest - torch.tensor(lengths)[:, None]).long()
+    turn, turn_mask = random_ids(2, 6, 5), torch.ones(2, 6, dtype=torch.long)
+    turn_mask[1, :3] = 0
+    steps = [random_ids(2, 1, 20 + step) for step in range(9)]
+
+    def run(rows: list[int]) -> torch.Tensor:
+        cache = StreamingLLMCache(model, budget=8, sink_tokens=3, eviction_interval=2, rerotate=True)
+        drive = Drive(model, cache)
+        if len(rows) == 1:  # alone, without any padding
+            drive.feed(ids[rows][:, -lengths[rows[0]] :])
+            drive.feed(turn[rows][:, turn_mask[rows[0]].bool()])
+        else:
+            drive.feed(ids * mask, mask)
+            drive.feed(turn * turn_mask, turn_mask)
+        for step in steps:
+            drive.feed(step[rows])
+        return torch.cat(drive.logits[-9:], 1)
+
+    together = run([0, 1])
+    for row in (0, 1):
+        assert float((together[row] - run([row])[0]).abs().max()) < 1e-8

@@ -102,6 +102,8 @@ def _error(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
         (["demo", "--text", "TEXT", "--cache-option", "random.seed=1"], "random is not among the caches"),
         (["demo", "--text", "TEXT", "--budget", "4"], "4"),
         (["generate", "--prompt", "a", "--budget", "20", "--cache-option", "sink_tokens=20"], "20"),
+        (["generate", "--prompt", "a", "--cache-option", "nosuch=1"], "no option 'nosuch'; its options are"),
+        (["generate", "--prompt", "a", "--cache-option", "sink_tokens=1.5"], "whole number"),
         (["demo", "--text", "TEXT", "--device", "warp"], "unknown device 'warp'"),
         (["demo", "--text", "TEXT", "--device", "cuda:99"], "no device cuda:99"),
         (["demo", "--text", "TEXT", "--out", "TEXT"], "is a file"),

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from tiny_prototypes import SMALL, CharacterTokenizer, fit_tiny, random_texts
 from transformers import DynamicCache
 
 from nearfar.modeling import key_prototypes, prototype_fitting
+from nearfar.modeling.cache_proactive import ProactiveCache
 from nearfar.modeling.compat import cache_argument
 from nearfar.modeling.key_prototypes import (
     CONFIG_FILE,
@@ -647,3 +649,15 @@ def test_the_shipped_prototypes_are_whole_and_small():
     folder = key_prototypes._packaged()["smollm2-135m-instruct"]
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 5_000_000
     assert config.fingerprint and config.model_name == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_prototypes_can_be_pickled_after_use() -> None:
+    model = tiny_model()
+    prototypes = fit_tiny(model)
+    cache = ProactiveCache(model, prototypes=prototypes, budget=8)
+    with torch.no_grad():
+        model(random_ids(1, 20), **{cache_argument(model): cache})
+    again = pickle.loads(pickle.dumps(prototypes))
+    keys, values = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    positions = torch.arange(5)[None]
+    assert torch.equal(again.score(1, keys, values, positions), prototypes.score(1, keys, values, positions))
