@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .attention_dispatch import AttentionCall, AttentionOutput
 from .budgets import ALLOCATIONS, Allocation, Candidates, check_budget, passing, select, weakest_kept
 from .context_file import read_context, write_context
+from .layer_state import CacheSnapshot, WindowLayer, all_tensors, copy_layer_state, put_layer_state
 from .new_token_padding import new_tokens_valid
 from .prunable_models import attention_types, refuse_unsupported, text_config
 from .ragged_attention import ragged_attention
@@ -65,30 +65,6 @@ class TokenStates:
     positions: torch.Tensor
     real: torch.Tensor | None
     seen: int
-
-
-@dataclass
-class CacheSnapshot:
-    """A cache's contents at one moment, independent of the cache; see `PrunedCache.snapshot`."""
-
-    layers: list[Any]
-    row_budgets: list[int] | None
-    budgets_settled: bool
-
-
-class WindowLayer(DynamicSlidingWindowLayer):
-    """transformers' sliding-window layer, which keeps the window as a view of the whole prompt; here as a copy."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        if self.keys.untyped_storage().nbytes() > 2 * self.keys.nbytes:
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-        return keys, values
 
 
 class PrunedCache(Cache):
@@ -179,7 +155,7 @@ class PrunedCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes of all tensors the cache holds, bookkeeping and spare places included."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in _all_tensors(self.layers))
+        return sum(tensor.numel() * tensor.element_size() for tensor in all_tensors(self.layers))
 
     def kept_pairs(self) -> int:
         """Key-value pairs held, over rows, layers and key-value heads (sliding layers included)."""
@@ -346,7 +322,7 @@ class PrunedCache(Cache):
                 if isinstance(layer, RaggedLayer):
                     self._ingest_layer(layer, source, full_cache.get_seq_length(), attention_mask)
                 else:
-                    _put_layer_state(layer, _copy_layer_state(source), copy=False)
+                    put_layer_state(layer, copy_layer_state(source), copy=False)
         return self
 
     def _ingest_layer(self, layer: RaggedLayer, source: Any, seen: int, attention_mask: torch.Tensor | None) -> None:
@@ -602,7 +578,7 @@ class PrunedCache(Cache):
 
     def snapshot(self) -> CacheSnapshot:
         """A copy of the contents, to come back to with `restore`; it takes the bytes of the pairs unquantised."""
-        states = [_copy_layer_state(layer) for layer in self.layers]
+        states = [copy_layer_state(layer) for layer in self.layers]
         return CacheSnapshot(states, self.row_budgets, self._budgets_settled)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
@@ -613,7 +589,7 @@ class PrunedCache(Cache):
                 "it was taken from another model's cache."
             )
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
-            _put_layer_state(layer, state)
+            put_layer_state(layer, state)
         self._row_budgets = None if snapshot.row_budgets is None else list(snapshot.row_budgets)
         self._budgets_settled = snapshot.budgets_settled
 
@@ -631,7 +607,7 @@ class PrunedCache(Cache):
         twin._held, twin._mask_memo, twin._positions_memo = False, None, None
         twin.layers = twin._make_layers()
         for layer, original in zip(twin.layers, self.layers, strict=True):
-            _put_layer_state(layer, _copy_layer_state(original), copy=False)
+            put_layer_state(layer, copy_layer_state(original), copy=False)
             layer.record_past = original.record_past
         twin._row_budgets = self.row_budgets
         return twin
@@ -692,50 +668,3 @@ class PrunedCache(Cache):
 def _added(real_tokens: list[int], valid: torch.Tensor | None, n: int) -> list[int]:
     counts = [n] * len(real_tokens) if valid is None else valid.sum(1).tolist()
     return [a + b for a, b in zip(real_tokens, counts, strict=True)]
-
-
-def _all_tensors(layers: list[Any]) -> list[torch.Tensor]:
-    """Each tensor once, also where layers share it."""
-    held: dict[int, torch.Tensor] = {}
-    for layer in layers:
-        tensors: list[torch.Tensor] = []
-        if isinstance(layer, RaggedLayer):
-            tensors = layer.tensors()
-        elif layer.is_initialized:
-            tensors = [layer.keys, layer.values]
-        held.update({id(tensor): tensor for tensor in tensors})
-    return list(held.values())
-
-
-def _copy_layer_state(layer: Any) -> Any:
-    if isinstance(layer, RaggedLayer):
-        with layer.awake():
-            store = layer.store.clone() if layer.is_initialized else None
-        extra = {name: tensor.clone() for name, tensor in layer.extra.items()}
-        return store, layer.seen, layer.evicted, extra, layer.device
-    if not layer.is_initialized:
-        return None
-    return layer.keys.clone(), layer.values.clone(), layer.cumulative_length
-
-
-def _put_layer_state(layer: Any, state: Any, copy: bool = True) -> None:
-    """Fill a layer from `_copy_layer_state`; without `copy` it takes the state's own tensors."""
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if copy else tensor
-
-    if isinstance(layer, RaggedLayer):
-        store, layer.seen, layer.evicted, extra, layer.device = state
-        if store is None:
-            layer.reset()
-            return
-        layer.store = store.clone() if copy else store
-        layer.extra = {name: own(tensor) for name, tensor in extra.items()}
-        layer.is_initialized, layer.resting, layer.asleep = True, None, False
-        layer.rest()
-    elif state is None:
-        layer.reset()
-    else:
-        if not layer.is_initialized:
-            layer.lazy_initialization(state[0], state[1])
-        layer.keys, layer.values, layer.cumulative_length = own(state[0]), own(state[1]), state[2]
