@@ -126,7 +126,9 @@ def usable(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def make_trials(tokenizer: Any, texts: Sequence[Text], args: argparse.Namespace) -> list[Trial]:
-    needed = args.context_tokens + args.continuation_tokens + 1
+    # One more token than is scored: the first one is only read.
+    following = args.continuation_tokens + 1 if args.continuation_tokens else 0
+    needed = args.context_tokens + following
     lengths = {
         text.name: len(tokenizer(text.text, add_special_tokens=False, verbose=False).input_ids) for text in texts
     }
@@ -141,7 +143,7 @@ def make_trials(tokenizer: Any, texts: Sequence[Text], args: argparse.Namespace)
         args.trials,
         args.context_tokens,
         args.seed,
-        continuation_tokens=args.continuation_tokens + 1,
+        continuation_tokens=following,
     )
     sizes = [{"retention_ratio": ratio} for ratio in args.ratios]
     trials = [Trial("needle", index, context, sizes) for index, context in enumerate(contexts)]
@@ -376,9 +378,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--context-tokens", type=int, default=1900)
     parser.add_argument("--continuation-tokens", type=int, default=256, help="scored after each context; 0 for none")
-    parser.add_argument(
-        "--ratios", type=lambda text: [float(part) for part in text.split(",")], default=[0.1, 0.25, 0.5]
-    )
+    parser.add_argument("--ratios", type=_ratios, default=[0.1, 0.25, 0.5])
     parser.add_argument("--essay-trials", type=int, default=3, help="plain essays at a fixed budget; 0 for none")
     parser.add_argument("--essay-context", type=int, default=3072)
     parser.add_argument("--essay-continuation", type=int, default=512)
