@@ -6,7 +6,7 @@ layers may hold different numbers of pairs, and what is evicted is freed. Slidin
 left to transformers' own layer, which holds the window and no more.
 
 When it evicts: after each layer's attention of a forward pass over several tokens (prefill, or a further turn), so a
-prefill never holds more than what is kept and one layer's states; and during decode whenever `eviction_interval`
+prefill holds what is kept and about one layer's states; and during decode whenever `eviction_interval`
 tokens have been added since the last eviction, so that bytes and time a step are bounded however many tokens are seen.
 
 Positions stay true: `get_seq_length()` is the number of tokens seen, kept keys keep their rotary positions, and masks

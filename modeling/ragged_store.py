@@ -162,7 +162,9 @@ class RaggedStore:
             self._replace_by(self.clone())  # prefilled in inference mode, whose tensors cannot be written to outside
         batch, heads, n, _ = keys.shape
         device = keys.device
-        before = torch.tensor(self.real_tokens, dtype=torch.int32, device=device)[:, None]
+        before: int | torch.Tensor = self.real_tokens[0]
+        if len(set(self.real_tokens)) > 1:  # a number costs a GPU nothing, a tensor a transfer every step
+            before = torch.tensor(self.real_tokens, dtype=torch.int32, device=device)[:, None]
         columns = torch.arange(first_column, first_column + n, device=device, dtype=torch.int32)
         if valid is None:
             added = torch.full((batch,), n)
