@@ -16,7 +16,6 @@ def keep_top_k(scores: torch.Tensor, k: list[int], columns: torch.Tensor | None 
     Args:
         scores: `(rows, n)`, float; -inf marks entries that cannot be kept, +inf entries that must be.
         k: one count a row; fastest when they are all equal. A row with fewer finite or +inf entries keeps them all.
-
         columns: `(rows, n)`, int, each entry's token; by default entries stand in their tokens' order.
 
     Returns:

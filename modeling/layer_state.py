@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .ragged_layer import RaggedLayer
 
@@ -16,21 +15,6 @@ class CacheSnapshot:
     layers: list[Any]
     row_budgets: list[int] | None
     budgets_settled: bool
-
-
-class WindowLayer(DynamicSlidingWindowLayer):
-    """transformers' sliding-window layer, which keeps the window as a view of the whole prompt; here as a copy."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        if self.keys.untyped_storage().nbytes() > 2 * self.keys.nbytes:
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-        return keys, values
 
 
 def all_tensors(layers: list[Any]) -> list[torch.Tensor]:
@@ -47,6 +31,7 @@ def all_tensors(layers: list[Any]) -> list[torch.Tensor]:
 
 
 def copy_layer_state(layer: Any) -> Any:
+    """A layer's contents, independent of the layer, for `put_layer_state`; pairs come unquantised."""
     if isinstance(layer, RaggedLayer):
         with layer.awake():
             store = layer.store.clone() if layer.is_initialized else None

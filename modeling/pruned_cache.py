@@ -29,12 +29,13 @@ from transformers import Cache, PreTrainedConfig
 from .attention_dispatch import AttentionCall, AttentionOutput
 from .budgets import ALLOCATIONS, Allocation, Candidates, check_budget, passing, select, weakest_kept
 from .context_file import read_context, write_context
-from .layer_state import CacheSnapshot, WindowLayer, all_tensors, copy_layer_state, put_layer_state
+from .layer_state import CacheSnapshot, all_tensors, copy_layer_state, put_layer_state
 from .new_token_padding import new_tokens_valid
 from .prunable_models import attention_types, refuse_unsupported, text_config
 from .ragged_attention import ragged_attention
 from .ragged_layer import RaggedLayer
 from .resting_pairs import QUANTIZATIONS, Quantization
+from .window_layer import WindowLayer
 
 # First tokens that every policy keeps unless the user says otherwise.
 SINK_TOKENS = 4

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-# Elements of the boolean mask that `padded_attention` builds at once.
+# Elements of a boolean mask that is built at once; longer blocks of queries are cut.
 MASK_ELEMENTS = 1 << 27
 
 
@@ -116,30 +116,25 @@ def segment_attention(
     """One SDPA call a segment, its query heads as rows of one query matrix; no copy of keys or values."""
     batch, query_heads, q, dim = query.shape
     group = query_heads // pairs.heads
-    grouped = query.reshape(batch * pairs.heads, 1, 1, group * q, dim)
-    starts, lengths = pairs.starts.tolist(), pairs.host_lengths.tolist()
-    outputs = []
-    for segment, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        stop = start + length
+    grouped = query.reshape(batch * pairs.heads, group, q, dim)
+    output = query.new_zeros(batch * pairs.heads, group, q, pairs.values.shape[-1])
+    for segment, (start, length) in enumerate(zip(pairs.starts.tolist(), pairs.host_lengths.tolist(), strict=True)):
         if length == 0:
-            outputs.append(query.new_zeros(1, 1, group * q, pairs.values.shape[-1]))
             continue
-        mask = None
-        if q > 1 or window is not None:
-            mask = _visible(pairs.columns[start:stop], query_columns, window)
-            mask = mask.repeat(group, 1)
-        out = F.scaled_dot_product_attention(
-            grouped[segment],
-            pairs.keys[None, None, start:stop],
-            pairs.values[None, None, start:stop],
-            attn_mask=mask,
-            scale=scaling,
-        )
-        if mask is not None:
-            out = out.masked_fill(~mask.any(-1)[None, None, :, None], 0.0)
-        outputs.append(out)
-    stacked = torch.cat(outputs).view(batch, pairs.heads * group, q, -1)
-    return stacked.transpose(1, 2)
+        held = slice(start, start + length)
+        keys, values = pairs.keys[None, None, held], pairs.values[None, None, held]
+        block = max(1, MASK_ELEMENTS // (group * length))
+        for first in range(0, q, block):
+            part = grouped[segment, :, first : first + block]
+            mask = None
+            if q > 1 or window is not None:
+                mask = _visible(pairs.columns[held], query_columns[first : first + block], window).repeat(group, 1)
+            rows = part.reshape(1, 1, -1, dim)
+            out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+            if mask is not None:
+                out = out.masked_fill(~mask.any(-1)[:, None], 0.0)
+            output[segment, :, first : first + block] = out.view(group, part.shape[1], -1)
+    return output.view(batch, query_heads, q, -1).transpose(1, 2)
 
 
 def padded_attention(

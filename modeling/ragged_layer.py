@@ -182,8 +182,10 @@ class RaggedLayer(CacheLayerMixin):
     def awake(self) -> Iterator[None]:
         """The pairs are awake inside."""
         self.wake()
-        yield
-        self.rest()
+        try:
+            yield
+        finally:
+            self.rest()
 
     def offload(self) -> None:
         self._move(torch.device("cpu"))

@@ -71,12 +71,14 @@ def test_paths_agree_with_the_definition(data, batch: int, heads: int, group: in
         assert float((got - expected).abs().max()) < 1e-12
 
 
-def test_padded_attention_in_small_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", [padded_attention, segment_attention])
+@pytest.mark.parametrize("window", [None, 4])
+def test_small_blocks_of_queries(path, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nearfar.modeling.ragged_attention.MASK_ELEMENTS", 64)
     pairs, columns = ragged_pairs([9, 14, 11, 12], 2, 7)
     query = queries(pairs, 2, 7)
-    expected = reference_attention(query, pairs, 0.3, columns)
-    assert float((padded_attention(query, pairs, 0.3, columns) - expected).abs().max()) < 1e-12
+    expected = reference_attention(query, pairs, 0.3, columns, window)
+    assert float((path(query, pairs, 0.3, columns, window) - expected).abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("path", [reference_attention, segment_attention, padded_attention])
