@@ -18,7 +18,7 @@ DEMO = ["gguf", "matplotlib"]
 EXTRAS = {
     # The embedded model packages are GGUF files; the demo draws its table as a PNG.
     "demo": DEMO,
-    "train": ["peft", "datasets"],
+    "train": ["peft", "datasets", "matplotlib"],
     "eval": ["lm-eval", "datasets", "matplotlib"],
     "flash": ["flash-attn"],
     "quant": ["torchao"],

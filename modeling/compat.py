@@ -4,8 +4,11 @@ Nothing else in the library looks at a version: what differs is asked of the obj
 """
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -30,3 +33,13 @@ def cache_argument(model: nn.Module) -> str:
         f"{type(model).__name__}.forward takes neither `cache` nor `past_key_values`: it is not a decoder that "
         "generates with a key-value cache."
     )
+
+
+def mask_arguments(function: Callable[..., Any], cache: Any) -> dict[str, Any]:
+    """The cache under the name that a mask-making function of transformers takes it."""
+    name = "cache" if "cache" in inspect.signature(function).parameters else "past_key_values"
+    return {name: cache}
+
+
+# The field of a model's output that holds the cache.
+CACHE_FIELD = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"

@@ -6,8 +6,12 @@ The public names below are loaded on first use, so `import nearfar` alone import
 
     cache = StreamingLLMCache(model, budget=512)
     model.generate(**inputs, past_key_values=cache)
+
+With the first name, or at once if transformers has been imported before, transformers' Auto classes learn nearfar's
+models.
 """
 
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +27,11 @@ del _parent
 
 # Public name -> the submodule that defines it. The imports under TYPE_CHECKING say the same to type checkers.
 _PUBLIC_NAMES: dict[str, str] = {
+    "DARCache": "modeling.cache_dar",
+    "DARConfig": "configuration.configuration_dar",
+    "DARForCausalLM": "modeling.modeling_dar",
+    "DARForSequenceClassification": "modeling.modeling_dar",
+    "DARModel": "modeling.modeling_dar",
     "KeyPrototypes": "modeling.key_prototypes",
     "ProactiveCache": "modeling.cache_proactive",
     "PrunedCache": "modeling.pruned_cache",
@@ -31,13 +40,21 @@ _PUBLIC_NAMES: dict[str, str] = {
 }
 
 if TYPE_CHECKING:
+    from .configuration.configuration_dar import DARConfig
+    from .modeling.cache_dar import DARCache
     from .modeling.cache_proactive import ProactiveCache
     from .modeling.cache_random import RandomCache
     from .modeling.cache_streaming_llm import StreamingLLMCache
     from .modeling.key_prototypes import KeyPrototypes
+    from .modeling.modeling_dar import DARForCausalLM, DARForSequenceClassification, DARModel
     from .modeling.pruned_cache import PrunedCache
 
 __all__ = [
+    "DARCache",
+    "DARConfig",
+    "DARForCausalLM",
+    "DARForSequenceClassification",
+    "DARModel",
     "KeyPrototypes",
     "ProactiveCache",
     "PrunedCache",
@@ -58,8 +75,17 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its public names: {', '.join(__all__)}")
     value = getattr(import_module(f"{__name__}.{submodule}"), name)
     globals()[name] = value
+    _register_models()
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _register_models() -> None:
+    import_module(f"{__name__}.auto_classes").register()
+
+
+if "transformers" in sys.modules:
+    _register_models()

@@ -1,4 +1,4 @@
-"""The `nearfar` command: `demo`, `generate`, `fit-prototypes`.
+"""The `nearfar` command: `demo`, `generate`, `fit-prototypes`, and from `cli_convert` `convert`.
 
 Importing this module imports neither torch nor transformers, so that `nearfar --help` answers at once; each command
 imports what it needs after its arguments have been checked.
@@ -43,6 +43,8 @@ examples:
       Generate from a long prompt while holding 512 tokens' worth of keys and values.
   nearfar fit-prototypes --model my/model --texts essays/ --out prototypes/
       Fit what the proactive cache needs for another model.
+  nearfar convert dar --from EleutherAI/pythia-70m --to pythia-70m-dar --calibration-text books/ --distill-steps 300
+      Convert a Pythia checkpoint to a DAR, whose cache keeps a bottleneck of each token beyond a window.
 """
 
 
@@ -102,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     from nearfar import __version__
+    from nearfar.cli_convert import add_convert  # here, because it imports this module
 
     parser = _Parser(
         prog="nearfar",
@@ -114,6 +117,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_generate(commands)
     _add_fit_prototypes(commands)
+    add_convert(commands)
     return parser
 
 

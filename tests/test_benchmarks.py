@@ -23,6 +23,7 @@ def _script(name: str) -> ModuleType:
 
 
 decode_scaling, pruning_quality = _script("decode_scaling"), _script("pruning_quality")
+dar_attention, dar_training, dar_decode = (_script(f"dar_{name}") for name in ("attention", "training", "decode"))
 
 MACHINE = ["--device", "cpu", "--threads", "1"]
 
@@ -116,3 +117,48 @@ def test_decode_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "4 times the tokens, 1.00 times the bytes" in shown
     assert decode_scaling.main(["--min-tokens", "64", "--max-tokens", "64", "--budget", "0", *MACHINE]) == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_dar_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--shapes", "1x80x2x16", "--window", "16", "--repeats", "2", "--calls", "1", "--out", str(tmp_path)]
+    assert dar_attention.main([*arguments, *MACHINE]) == 0
+    rows = json.loads((tmp_path / "dar_attention.json").read_text())["rows"]
+    assert [row["system"] for row in rows] == ["SDPA flash", "DAR", "DAR with bottleneck"]
+    assert rows[0]["relative"] == 1.0
+    assert dar_attention.main(["--shapes", "1x80x2", *MACHINE]) == 2
+    assert "a shape is" in capsys.readouterr().err
+
+
+def test_dar_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--shapes",
+        "2x32x2",
+        "--batch-size",
+        "1",
+        "--block-tokens",
+        "48",
+        "--window",
+        "16",
+        "--vocabulary",
+        "61",
+    ]
+    arguments += ["--rounds", "1", "--steps", "1", "--modes", "eager", "--out", str(tmp_path)]
+    assert dar_training.main([*arguments, *MACHINE]) == 0
+    rows = json.loads((tmp_path / "dar_training.json").read_text())["rows"]
+    assert [row["system"] for row in rows] == ["GPT-NeoX", "DAR"]
+    assert rows[1]["parameters"] - rows[0]["parameters"] == 2 * 2 * 32 * 8  # layers, down and up, widths
+    assert dar_training.main(["--shapes", "2x32", *MACHINE]) == 2
+    assert "a shape is" in capsys.readouterr().err
+
+
+def test_dar_decode(tmp_path: Path) -> None:
+    arguments = ["--layers", "2", "--hidden-size", "64", "--heads", "2", "--vocabulary", "61", "--tokens", "200"]
+    arguments += ["--batches", "1,2", "--steps", "2", "--window", "16", "--out", str(tmp_path)]
+    assert dar_decode.main([*arguments, *MACHINE]) == 0
+    record = json.loads((tmp_path / "dar_decode.json").read_text())
+    # A quarter of keys and values in float32; an eighth, and one position of 4 bytes.
+    ordinary = 2 * 64 * 2 * 4
+    assert record["bytes_per_far_token"] == {
+        "GPT-NeoX, DynamicCache": ordinary, "DAR fast": ordinary // 4, "DAR small": ordinary // 8 + 4
+    }  # fmt: skip
+    assert len(record["rows"]) == 3 * 2

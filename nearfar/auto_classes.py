@@ -1,0 +1,20 @@
+"""Makes transformers' Auto classes know nearfar's models, so that they load without `trust_remote_code`."""
+
+_registered = False
+
+
+def register() -> None:
+    """Register every model of nearfar, once."""
+    global _registered
+    if _registered:
+        return
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from .configuration.configuration_dar import DARConfig
+    from .modeling.modeling_dar import DARForCausalLM, DARForSequenceClassification, DARModel
+
+    AutoConfig.register("dar", DARConfig)
+    AutoModel.register(DARConfig, DARModel)
+    AutoModelForCausalLM.register(DARConfig, DARForCausalLM)
+    AutoModelForSequenceClassification.register(DARConfig, DARForSequenceClassification)
+    _registered = True
