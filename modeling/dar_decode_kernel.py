@@ -26,15 +26,13 @@ if TYPE_CHECKING:
 
 # Tokens a tile, and the widest tile of bottlenecks or rotary keys: beyond, a program would not fit a multiprocessor.
 TILE, WIDEST, MOST_HEADS = 32, 1024, 32
-# Off until its test agrees on a GPU: at widths from 512 on, bf16 decoding was more than 3 % from float64 there.
-ENABLED = False
 # Programs that keep a large GPU busy.
 PROGRAMS = 264
 
 
 def decode_kernel_available(layer: "DARCacheLayer", query: torch.Tensor, far: "FarPairs") -> bool:
     """Whether the kernels serve: half precision on a GPU with Triton, fast far cache, sizes within their tiles."""
-    if not ENABLED or triton is None or not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+    if triton is None or not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return False
     if layer.far_rotary is None or layer.bottlenecks is None or far.weight is None or layer.ring < 1:
         return False
@@ -167,7 +165,7 @@ if triton is not None:
         top = tl.full([HEAD_PAD], float("-inf"), tl.float32)
         total = tl.zeros([HEAD_PAD], tl.float32)
         acc = tl.zeros([HEAD_PAD, SIZE_PAD], tl.float32)
-        scale = scaling * 1.4426950408889634
+        scale = tl.cast(scaling, tl.float32) * 1.4426950408889634  # compiled graphs pass doubles
         for begin in range(first, stop, TILE):
             token = begin + t
             within = token < stop
@@ -214,7 +212,7 @@ if triton is not None:
         top = float("-inf")
         total = 0.0
         acc = tl.zeros([DIM_PAD], tl.float32)
-        scale = scaling * 1.4426950408889634
+        scale = tl.cast(scaling, tl.float32) * 1.4426950408889634  # compiled graphs pass doubles
         for begin in range(0, ring, TILE):
             slot = begin + tl.arange(0, TILE)
             distance = (last - slot) % ring  # of the newest position that belongs in the slot

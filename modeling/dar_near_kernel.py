@@ -136,6 +136,7 @@ if triton is not None:
         DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         """One block of queries; statistics in base 2."""
+        scale = tl.cast(scale, tl.float32)  # compiled graphs pass numbers in double precision
         head = tl.program_id(1).to(tl.int64)
         b, h = head // heads, head % heads
         start = tl.program_id(0) * ROWS
@@ -188,6 +189,7 @@ if triton is not None:
         DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         """One block of queries: delta = Σ gradient · output, and their gradient through both paths."""
+        scale, scaling = tl.cast(scale, tl.float32), tl.cast(scaling, tl.float32)
         head = tl.program_id(1).to(tl.int64)
         b, h = head // heads, head % heads
         start = tl.program_id(0) * ROWS
@@ -229,6 +231,7 @@ if triton is not None:
         DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         """One block of keys and values, over the queries of the next `window` tokens."""
+        scale, scaling = tl.cast(scale, tl.float32), tl.cast(scaling, tl.float32)
         head = tl.program_id(1).to(tl.int64)
         b, h = head // heads, head % heads
         start = tl.program_id(0) * COLUMNS

@@ -457,7 +457,8 @@ class PrunedCache(Cache):
 
     def _keep(self, layer: RaggedLayer, keep: torch.Tensor) -> None:
         layer.wake()
-        layer.store.keep(keep, self.eviction_interval)
+        # An offloaded rival was chosen from where it lay.
+        layer.store.keep(keep.to(layer.store.scores.device), self.eviction_interval)
         layer.evicted = True
         self.after_eviction(layer)
         layer.rest()
