@@ -164,15 +164,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    try:
-        run(args)
-    except (cli.UserError, ValueError, OSError, ImportError) as error:
-        if args.traceback:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return cli.run_script(run, parse(argv))
 
 
 if __name__ == "__main__":

@@ -140,6 +140,8 @@ def run(args: argparse.Namespace) -> None:
     jobs = [(shape, mode) for shape in shapes for mode in args.modes.split(",")]
     for shape, mode in tqdm(jobs, unit="shape", dynamic_ncols=True):
         rows += measure(shape, mode == "compiled", args, device)  # type: ignore[arg-type]
+        for row in rows[-2:]:
+            tqdm.write(f"{row['shape']} {mode}, {row['system']}: {row['ms']:.1f} ms a step", file=sys.stderr)
         gc.collect()
         torch.compiler.reset()
         if device.type == "cuda":
@@ -177,15 +179,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    try:
-        run(args)
-    except (cli.UserError, ValueError, OSError, ImportError) as error:
-        if args.traceback:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return cli.run_script(run, parse(argv))
 
 
 if __name__ == "__main__":

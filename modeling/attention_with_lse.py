@@ -57,7 +57,7 @@ def masked_reference(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention where `visible` (bool, broadcastable to queries × keys); rows that see nothing give 0 and -inf."""
-    scores = (query @ key.mT).to(_statistics_dtype(query)) * scaling
+    scores = (query @ key.mT).to(statistics_dtype(query)) * scaling
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = scores.logsumexp(-1)
     finite = torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)
@@ -169,7 +169,8 @@ def _flash_forward(
     return out.transpose(1, 2), lse, seed, unused
 
 
-def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
+def statistics_dtype(x: torch.Tensor) -> torch.dtype:
+    """In which softmax statistics of `x` are kept: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

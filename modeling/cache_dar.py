@@ -5,6 +5,7 @@ written in the same step, so that a token is already there when it leaves the wi
 the rotated part of each token's far keys, which decoding would otherwise compute anew in every step ("small" mode).
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,10 +13,16 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..configuration.configuration_dar import LENGTH_DEPENDENT_ROPE
 from .dar_plan import AttentionPlan
 
 # A growing buffer gets this share of its tokens as room, and at least so many.
 GROWTH, SMALLEST_GROWTH = 16, 64
+
+
+def ordinary_tensors() -> AbstractContextManager[Any]:
+    """What is made inside may be written to later by a pass outside inference mode, too."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 class DARCacheLayer(CacheLayerMixin):
@@ -56,6 +63,10 @@ class DARCacheLayer(CacheLayerMixin):
         self.columns: int | torch.Tensor = 0
         # While recording: columns since the last `crop`, all of whose keys and values are held in full.
         self.uncropped = 0
+        # Columns since the last that held padding; `None` while none has.
+        self.unpadded: int | None = None
+        # A static layer: no row is longer than this, by what has passed through Python.
+        self.longest = 0
         # Tokens of the longest row whose slot in the ring has gone to a later one.
         self.overwritten = 0
         self.is_initialized = False
@@ -73,7 +84,7 @@ class DARCacheLayer(CacheLayerMixin):
     @property
     def capacity(self) -> int:
         """Tokens that fit without growing."""
-        return 0 if self.bottlenecks is None else self.bottlenecks.shape[1]
+        return 0 if self.bottlenecks is None else self.bottlenecks.shape[1] - self.is_static
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         raise TypeError("A DARCacheLayer is filled by `append`, not by `update`.")
@@ -107,7 +118,8 @@ class DARCacheLayer(CacheLayerMixin):
         far_rotary = None if far_rotary is None else far_rotary.detach()
         new = key.shape[2]
         if not self.is_initialized:
-            self._start(key, value, bottleneck, far_rotary)
+            with ordinary_tensors():
+                self._start(key, value, bottleneck, far_rotary)
         if plan.order is not None:  # real tokens first
             row = torch.arange(key.shape[0], device=key.device)[:, None]
             key, value = (x.transpose(1, 2)[row, plan.order].transpose(1, 2) for x in (key, value))
@@ -124,13 +136,18 @@ class DARCacheLayer(CacheLayerMixin):
             self._append_ragged(key, value, bottleneck, far_rotary, plan)
         self.columns = self.columns + new if not isinstance(self.columns, torch.Tensor) else self.columns.add_(new)
         self.uncropped += new
+        if plan.counts is not None:
+            self.unpadded = 0
+        elif self.unpadded is not None:
+            self.unpadded += new
         self.overwritten = max(self.overwritten, self.count - self.ring)
 
     def _start(
         self, key: torch.Tensor, value: torch.Tensor, bottleneck: torch.Tensor, far_rotary: torch.Tensor | None
     ) -> None:
         batch, heads, _, dim = key.shape
-        capacity = self.max_tokens or 0
+        # A static layer's last column takes what must not be kept: padding, for its shapes cannot leave it out.
+        capacity = 0 if self.max_tokens is None else self.max_tokens + 1
         self.device, self.dtype = key.device, key.dtype
         self.bottlenecks = bottleneck.new_zeros(batch, capacity, bottleneck.shape[-1])
         if far_rotary is not None:
@@ -155,7 +172,8 @@ class DARCacheLayer(CacheLayerMixin):
         for name in ("bottlenecks", "far_rotary"):
             old = getattr(self, name)
             if old is not None:
-                wide = old.new_empty(old.shape[0], more, *old.shape[2:])
+                with ordinary_tensors():
+                    wide = old.new_empty(old.shape[0], more, *old.shape[2:])
                 wide[:, : self.count] = old[:, : self.count]
                 wide[:, self.count :] = 0  # never read as a number, but NaN · 0 would be NaN
                 setattr(self, name, wide)
@@ -170,7 +188,8 @@ class DARCacheLayer(CacheLayerMixin):
         held = last - (last - position) % max(self.ring, 1)  # the position in each slot; negative: none
         for name in ("near_keys", "near_values"):
             old = getattr(self, name)
-            wide = old.new_zeros(*old.shape[:2], slots, old.shape[3])
+            with ordinary_tensors():
+                wide = old.new_zeros(*old.shape[:2], slots, old.shape[3])
             target = torch.where(held >= 0, held % slots, slots - 1)
             source = old * (held >= 0)[:, None, :, None]
             wide.scatter_add_(2, target[:, None, :, None].expand_as(old), source)
@@ -234,13 +253,24 @@ class DARCacheLayer(CacheLayerMixin):
         assert self.lengths is not None
         new = key.shape[2]
         counts = torch.full_like(self.lengths, new) if plan.counts is None else plan.counts
-        if new > 1 and not torch.compiler.is_compiling():
-            self._check_static(int((self.lengths + counts).max()))
+        self._check_static(new, counts)
         self._scatter(key, value, bottleneck, far_rotary, counts)
         self.lengths += counts
 
-    def _check_static(self, tokens: int) -> None:
-        if self.max_tokens is not None and tokens > self.max_tokens:
+    def _check_static(self, new: int, counts: torch.Tensor) -> None:
+        """Refuse what does not fit.
+
+        Steps that are compiled or captured cannot look, and their replays do not pass here.
+        """
+        assert self.lengths is not None and self.max_tokens is not None
+        capturing = self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+        if torch.compiler.is_compiling() or capturing:
+            return
+        self.longest += new
+        if new == 1 and self.longest <= self.max_tokens:
+            return  # without a look at the device
+        tokens = self.longest = int((self.lengths + counts).max())
+        if tokens > self.max_tokens:
             raise ValueError(
                 f"This static DARCache holds {self.max_tokens} tokens a row, and {tokens} were asked for: make it "
                 "with a larger max_cache_len."
@@ -260,7 +290,10 @@ class DARCacheLayer(CacheLayerMixin):
         batch, _, new, _ = key.shape
         row = torch.arange(batch, device=key.device)[:, None]
         # What stands behind a row's new length has no meaning and is overwritten by the next tokens.
-        column = (self.lengths[:, None] + torch.arange(new, device=key.device)).clamp_(max=self.capacity - 1)
+        rank = torch.arange(new, device=key.device)
+        column = self.lengths[:, None] + rank
+        if self.is_static:
+            column = torch.where(rank < counts[:, None], column, self.capacity).clamp_(max=self.capacity)
         self.bottlenecks.index_put_((row, column), bottleneck)
         if self.far_rotary is not None and far_rotary is not None:
             self.far_rotary.index_put_((row, column), far_rotary)
@@ -317,7 +350,7 @@ class DARCacheLayer(CacheLayerMixin):
             return
         for tensor in self.tensors():
             tensor.zero_()
-        self.far_weights = None
+        self.far_weights, self.longest, self.unpadded = None, 0, None
 
     def activate_past_recording(self) -> None:
         """From now on keep full keys and values of all tokens since the last `crop`.
@@ -339,6 +372,10 @@ class DARCacheLayer(CacheLayerMixin):
             )
         if tokens > int(self.columns):
             raise ValueError(f"Cannot remove {tokens} tokens from a cache that has seen {self.columns}.")
+        if self.unpadded is not None and tokens > self.unpadded:
+            raise ValueError(
+                f"Cannot remove {tokens} token(s): padding is among them, which the cache has not stored."
+            )
         # The next token must find the window before it in full.
         if tokens and self.window and max(self.count - tokens - self.window + 1, 0) < self.overwritten:
             raise ValueError(
@@ -356,6 +393,7 @@ class DARCacheLayer(CacheLayerMixin):
         if not remove or not self.is_initialized:
             return
         self.columns = int(self.columns) - remove
+        self.unpadded = None if self.unpadded is None else self.unpadded - remove
         self.count -= remove
         if self.lengths is not None:
             self.lengths = (self.lengths - remove).clamp_(min=0)
@@ -368,7 +406,8 @@ class DARCacheLayer(CacheLayerMixin):
             tensor = getattr(self, name)
             if tensor is None:
                 continue
-            changed = change(tensor)
+            with ordinary_tensors(), torch.no_grad():
+                changed = change(tensor)
             if self.is_static and changed.shape == tensor.shape:
                 tensor.copy_(changed)
             else:
@@ -439,7 +478,7 @@ class DARCache(Cache):
         if far_cache not in ("fast", "small"):
             raise ValueError(f"far_cache must be 'fast' or 'small', got {far_cache!r}.")
         rope_type = config.rope_parameters.get("rope_type", "default")
-        if far_cache == "small" and rope_type in ("dynamic", "longrope"):
+        if far_cache == "small" and rope_type in LENGTH_DEPENDENT_ROPE:
             raise ValueError(f"far_cache='small' cannot follow the changing frequencies of rope_type={rope_type!r}.")
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"max_cache_len must be at least 1 token, got {max_cache_len}.")
@@ -460,28 +499,36 @@ class DARCache(Cache):
             batch: rows.
 
         Returns:
-            `(batch, tokens)`, or `(batch, capacity)` of a static cache.
+            `(batch, tokens)`, or `(batch, capacity + 1)` of a static cache.
         """
         layer, new = self.layers[0], position_ids.shape[1]
         ids = position_ids.to(torch.int32).expand(batch, new)
         if plan.order is not None:
             ids = ids.gather(1, plan.order)
-        capacity = layer.max_tokens or 0
         if self.positions is None:
-            self.positions = ids.new_zeros(batch, capacity)
+            capacity = 0 if layer.max_tokens is None else layer.max_tokens + 1  # the last for padding
+            with ordinary_tensors():
+                self.positions = ids.new_zeros(batch, capacity)
         if layer.is_static:
             start = layer.lengths if layer.lengths is not None else ids.new_zeros(batch, dtype=torch.long)
         else:
             needed = layer.count + new
             if needed > self.positions.shape[1]:
-                wide = ids.new_zeros(batch, needed + max(SMALLEST_GROWTH, needed // GROWTH))
+                with ordinary_tensors():
+                    wide = ids.new_zeros(batch, needed + max(SMALLEST_GROWTH, needed // GROWTH))
                 wide[:, : layer.count] = self.positions[:, : layer.count]
                 self.positions = wide
             if layer.lengths is None:
                 self.positions[:, layer.count : needed] = ids
                 return self.positions[:, :needed]
             start = layer.lengths
-        column = (start[:, None] + torch.arange(new, device=ids.device)).clamp_(max=self.positions.shape[1] - 1)
+        rank = torch.arange(new, device=ids.device)
+        column = start[:, None] + rank
+        if layer.is_static:
+            spare = self.positions.shape[1] - 1
+            column = column.clamp_(max=spare)
+            if plan.counts is not None:
+                column = torch.where(rank < plan.counts[:, None], column, spare)
         self.positions.scatter_(1, column, ids)
         return self.positions if layer.is_static else self.positions[:, : layer.count + new]
 
@@ -533,7 +580,8 @@ class DARCache(Cache):
 
     def _change_positions(self, change: Any) -> None:
         if self.positions is not None:
-            changed = change(self.positions)
+            with ordinary_tensors(), torch.no_grad():
+                changed = change(self.positions)
             if self.max_tokens is not None and changed.shape == self.positions.shape:
                 self.positions.copy_(changed)
             else:

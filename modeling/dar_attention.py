@@ -4,7 +4,8 @@ The far keys of query i are those at j <= i - w. So the far path is an ordinary 
 w … L-1 over the far keys 0 … L-w-1, and the near path a sliding window of width w; their log-sum-exps say how to merge
 the two into the one softmax of the paper's Eq. 4. In the backward pass each path's own kernel is given the merged
 output and log-sum-exp, which makes its gradients exact. The far keys and values are made from the bottleneck inside,
-and made again in the backward pass: what is kept for it is the bottleneck, `bottleneck_size` numbers a token.
+and made again in the backward pass: of the far pairs only the bottleneck is kept for it, `bottleneck_size` numbers a
+token (with adapters or quantised weights, the pairs themselves).
 
 The slow counterpart, and the definition, is `dar_reference`.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .attention_with_lse import (
@@ -135,7 +137,7 @@ def _rows_attention(
 
 
 def _zero_gradients(out: torch.Tensor, far: FarPairs) -> torch.Tensor:
-    zero = sum(x.sum() * 0.0 for x in (far.bottleneck, far.weight, far.key, far.value) if x is not None)
+    zero = sum((x * 0).sum() for x in (far.bottleneck, far.weight, far.key, far.value) if x is not None)
     return out + torch.as_tensor(zero).to(out.dtype)
 
 
@@ -234,6 +236,7 @@ class _TwoPaths(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor):  # type: ignore[no-untyped-def]
         (query, key, value, far_key, far_value, out, lse), saved = _saved(ctx, 7)
         found = _paths_backward(gradients[0], query, key, value, far_key, far_value, out, lse, saved, *ctx.constants)
@@ -255,6 +258,7 @@ class _BottleneckPaths(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor):  # type: ignore[no-untyped-def]
         tensors, saved = _saved(ctx, 9 + ctx.has_bias)
         query, key, value, bottleneck, weight, cos, sin, out, lse = tensors[:9]

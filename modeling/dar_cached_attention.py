@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
-from .attention_with_lse import causal_attention, full_attention, merge, window_attention
+from .attention_with_lse import causal_attention, full_attention, merge, statistics_dtype, window_attention
 from .cache_dar import DARCacheLayer
 from .dar_attention import FarPairs, dar_attention, project_far
 from .dar_decode_kernel import decode_kernel_available, fused_decode
 from .dar_plan import AttentionPlan
 from .dar_reference import dense_dar_attention
 from .rotary_halves import rotate_halves
+
+logger = logging.get_logger(__name__)
 
 # Numbers that a step makes at once: far rotary keys in the small mode, far keys and values in chunked prefill.
 CHUNK_NUMBERS = 2**25
@@ -29,6 +32,10 @@ class FarAngles:
 
     cos: torch.Tensor
     sin: torch.Tensor
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "FarAngles":
+        """The angles on another device: layers of one model may lie on several."""
+        return FarAngles(*(x.to(device, non_blocking=non_blocking) for x in (self.cos, self.sin)))
 
 
 def cached_dar_attention(
@@ -54,7 +61,10 @@ def cached_dar_attention(
     Returns:
         `(batch, heads, new, head dim)`; what stands at padding has no meaning.
     """
-    if query.shape[2] == 1:
+    if torch.is_grad_enabled() and query.requires_grad and layer.count and not torch.compiler.is_compiling():
+        logger.warning_once("Gradients stop at a DARCache: none reaches cached tokens or a decoded one's own pair.")
+    # A first token alone is a prompt, with exact gradients; a static layer's is decoded, by the shape of its step.
+    if query.shape[2] == 1 and (layer.is_static or layer.count):
         _append(layer, key, value, far, plan)
         if decode_kernel_available(layer, query, far):
             return fused_decode(layer, query, far, scaling)
@@ -129,7 +139,7 @@ def absorbed_decode(
 ) -> torch.Tensor:
     """One query a row over everything stored, its own token included: `(batch, heads, 1, head dim)`."""
     assert layer.bottlenecks is not None and layer.near_keys is not None and layer.near_values is not None
-    rotary, dtype = far.cos.shape[-1], _statistics_dtype(query)
+    rotary, dtype = far.cos.shape[-1], statistics_dtype(query)
     even = layer.lengths is None
     lengths = None if even else layer.lengths[:, None]  # type: ignore[index]
     tokens = layer.capacity if layer.is_static else layer.count
@@ -179,10 +189,6 @@ def _rotary_scores(
         turned = far_rotary_keys(layer.bottlenecks[:, start:stop], far, cos, sin)
         parts.append((turning @ turned.permute(0, 2, 3, 1))[:, :, 0])
     return torch.cat(parts, dim=-1)
-
-
-def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,7 +256,7 @@ def _attend_row(
         out, lse = window_attention(query, near_key, near_value, window, scaling)
     else:
         out = torch.zeros_like(query)
-        lse = query.new_full(query.shape[:3], -torch.inf, dtype=_statistics_dtype(query))
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=statistics_dtype(query))
     # Query i sees far tokens up to past + i - window. All queries see those up to past - window …
     common = min(max(past - window + 1, 0), past)
     step = max(1, CHUNK_NUMBERS // (query.shape[0] * query.shape[1] * query.shape[3] * 2))

@@ -51,8 +51,14 @@ def probe_far_weights(
         size: of the bottleneck.
         head_dim: of a head.
         like: gives device and dtype.
+
+    Returns:
+        As `fuse_far_weights`; biases are always there.
     """
-    rows = torch.cat([like.new_zeros(1, size), torch.eye(size, dtype=like.dtype, device=like.device)])
+    # Long unit vectors: the bias, which is added and taken off again, must not drown the weights in its rounding.
+    length = 64.0 if like.dtype == torch.float16 else 1024.0
+    unit = torch.eye(size, dtype=like.dtype, device=like.device) * length
+    rows = torch.cat([like.new_zeros(1, size), unit])
     pairs = query_key_value(up(rows[None]))[0].unflatten(-1, (-1, 3 * head_dim))[..., head_dim:]
-    bias, weight = pairs[0], (pairs[1:] - pairs[:1]).permute(1, 2, 0)
+    bias, weight = pairs[0], ((pairs[1:] - pairs[:1]) / length).permute(1, 2, 0)
     return weight, bias

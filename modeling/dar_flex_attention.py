@@ -14,12 +14,14 @@ FLEX_TOKENS = 1024
 _compiled = None
 
 
-def prefers_flex(query: torch.Tensor, implementation: str | None) -> bool:
-    """Whether FlexAttention is to be used: asked for, or the best there is; always on a GPU, below float64.
+def flex_serves(query: torch.Tensor) -> bool:
+    """Whether FlexAttention is of use here: on a GPU, below float64. On a CPU it has no backward pass."""
+    return query.is_cuda and query.dtype != torch.float64
 
-    On a CPU it has no backward pass, and the two-path attention has kernels there.
-    """
-    if not query.is_cuda or query.dtype == torch.float64:
+
+def prefers_flex(query: torch.Tensor, implementation: str | None) -> bool:
+    """Whether FlexAttention is to be used where the two paths could be: asked for, or the best there is."""
+    if not flex_serves(query):
         return False
     return implementation == "flex_attention" or (not has_kernels(query) and query.shape[2] > FLEX_TOKENS)
 

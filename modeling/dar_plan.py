@@ -1,6 +1,6 @@
 """What all layers of one forward pass share about its tokens: which are real, and which belong to one sequence."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -54,39 +54,67 @@ class AttentionPlan:
     order: torch.Tensor | None = None
     mask: torch.Tensor | None = None
 
+    @property
+    def needs_mask(self) -> bool:
+        """Whether sequences share rows and have not been gathered, so that only a mask tells them apart."""
+        return self.sequence_ids is not None and self.sequences is None
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "AttentionPlan":
+        """The plan on another device: layers of one model may lie on several."""
+
+        moved = replace(self)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                setattr(moved, field.name, value.to(device, non_blocking=non_blocking))
+        if self.sequences is not None:
+            groups = [group.to(device, non_blocking=non_blocking) for group in self.sequences.groups]
+            moved.sequences = Sequences(groups, self.sequences.places.to(device, non_blocking=non_blocking))
+        return moved
+
 
 def plan_attention(
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     batch: int,
     length: int,
-    past: bool,
+    seen: int | None = 0,
+    cached: bool = False,
 ) -> AttentionPlan:
     """Read a caller's attention mask and position ids.
 
     Args:
-        attention_mask: `(batch, length)` or `(batch, past + length)`, 1 for real tokens; or four-dimensional; or
+        attention_mask: `(batch, length)` or `(batch, seen + length)`, 1 for real tokens; or four-dimensional; or
             `None`.
         position_ids: as the caller gave them, `(batch or 1, length)`, or `None`. Without mask and cached tokens, a
             position that does not follow the one before it starts another sequence in the same row (packing).
         batch, length: of the new tokens.
-        past: whether a cache already holds tokens.
+        seen: columns that the cache has seen before, 0 without; `None` if only the device knows.
+        cached: whether the caller gave a cache.
 
     Raises:
-        ValueError: a mask of another shape; a four-dimensional mask together with a cache.
+        ValueError: a mask of another shape; a four-dimensional mask, or packed sequences, together with a cache.
     """
     if attention_mask is None:
-        if position_ids is None or past or length == 1 or torch.compiler.is_compiling():
+        if position_ids is None or seen != 0 or length == 1:
             return AttentionPlan()
-        starts = torch.ones(position_ids.shape[0], length, dtype=torch.bool, device=position_ids.device)
-        starts[:, 1:] = position_ids.diff(dim=1) != 1
+        starts = torch.cat([torch.ones_like(position_ids[:, :1]).bool(), position_ids.diff(dim=1) != 1], dim=1)
+        if torch.compiler.is_compiling():
+            # Values cannot be looked at: the sequences stay where they are, told apart by a mask. A cache's prompt is
+            # taken to be one sequence.
+            return AttentionPlan() if cached else _unmoved(starts.expand(batch, length))
         if not bool(starts[:, 1:].any()):
             return AttentionPlan()
+        if cached:
+            raise ValueError(
+                "position_ids pack several sequences into a row, and a cache holds one a row: pass none, or an "
+                "attention_mask if the row is one sequence."
+            )
         return _packed(starts.expand(batch, length))
     if attention_mask.ndim == 4:
-        if past:
+        if cached:
             raise ValueError(
-                "A four-dimensional attention mask cannot be combined with cached tokens: give (batch, length)."
+                "A four-dimensional attention mask cannot be combined with a cache: give (batch, length)."
             )
         expected = (length, length)
         if tuple(attention_mask.shape[2:]) != expected:
@@ -94,10 +122,12 @@ def plan_attention(
                 f"A four-dimensional attention mask must end in {expected}, got {tuple(attention_mask.shape)}."
             )
         return AttentionPlan(mask=attention_mask)
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+    shape = tuple(attention_mask.shape)
+    fits = len(shape) == 2 and shape[0] == batch and shape[1] >= length
+    if not fits or (seen is not None and shape[1] not in (length, seen + length)):
+        cached_too = "" if not seen else f", or ({batch}, {seen + length}) with the cached tokens"
         raise ValueError(
-            f"attention_mask must have shape (batch, length) = ({batch}, {length}), counting cached tokens before "
-            f"them if it is longer, got {tuple(attention_mask.shape)}."
+            f"attention_mask must have shape (batch, length) = ({batch}, {length}){cached_too}, got {shape}."
         )
     real = attention_mask[:, attention_mask.shape[1] - length :].bool()
     if not torch.compiler.is_compiling() and bool(real.all()):
@@ -113,13 +143,17 @@ def plan_attention(
     return AttentionPlan(real=real, sequences=sequences, ranks=ranks, counts=counts, order=order)
 
 
+def _unmoved(starts: torch.Tensor) -> AttentionPlan:
+    """The same without `sequences`, by operations whose shapes do not depend on values."""
+    column = torch.arange(starts.shape[1], device=starts.device)
+    first = torch.where(starts, column, 0).cummax(1).values
+    return AttentionPlan(real=torch.ones_like(starts), ranks=column - first, sequence_ids=starts.int().cumsum(1))
+
+
 def _packed(starts: torch.Tensor) -> AttentionPlan:
     """A plan for rows that hold several sequences; `starts` `(batch, length)` marks each one's first token."""
     batch, length = starts.shape
     device = starts.device
-    ids = starts.int().cumsum(1)
-    column = torch.arange(length, device=device)
-    first = torch.where(starts, column, 0).cummax(1).values
     begin = starts.flatten().nonzero()[:, 0]
     lengths = torch.diff(begin, append=begin.new_tensor([batch * length]))
     # Sequences whose lengths share a power of two go together, so that filling up at most doubles the work.
@@ -137,6 +171,6 @@ def _packed(starts: torch.Tensor) -> AttentionPlan:
         inside = rank < lengths[chosen, None]
         places[index[inside]] = slot[inside]
         offset += index.numel()
-    real = torch.ones_like(starts)
-    sequences = Sequences(groups=groups, places=places.view(batch, length))
-    return AttentionPlan(real=real, sequences=sequences, ranks=column - first, sequence_ids=ids)
+    plan = _unmoved(starts)
+    plan.sequences = Sequences(groups=groups, places=places.view(batch, length))
+    return plan

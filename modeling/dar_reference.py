@@ -3,6 +3,8 @@
 import torch
 from torch.nn import functional as F
 
+from .attention_with_lse import statistics_dtype
+
 
 def dense_dar_attention(
     query: torch.Tensor,
@@ -44,7 +46,7 @@ def dense_dar_attention(
         query_ranks = ranks[:, tokens - queries :]
     distance = (query_ranks[:, :, None] - ranks[:, None, :])[:, None]
     near = distance < window
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = statistics_dtype(query)
     scores = torch.where(near, query @ key.mT, query @ far_key.mT).to(dtype) * scaling
     if bias is not None:
         scores = scores + bias.to(dtype)

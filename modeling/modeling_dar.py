@@ -28,7 +28,7 @@ from .compat import CACHE_FIELD, mask_arguments
 from .dar_attention import FarPairs, dar_attention
 from .dar_cached_attention import FarAngles, cached_dar_attention, dense_cached_attention
 from .dar_far_weights import FarWeights, fuse_far_weights, is_plain, probe_far_weights
-from .dar_flex_attention import flex_dar_attention, prefers_flex
+from .dar_flex_attention import flex_dar_attention, flex_serves, prefers_flex
 from .dar_plan import AttentionPlan, plan_attention
 from .dar_reference import dense_dar_attention
 from .rotary_halves import rotate_halves
@@ -91,9 +91,9 @@ class DARAttention(GPTNeoXAttention):
             out, weights = dense_cached_attention(layer, query, key, value, far, self.scaling, plan, angles)
         elif layer is not None:
             out = cached_dar_attention(layer, query, key, value, far, self.scaling, plan, angles)
-        elif implementation == "eager" or plan.mask is not None:
+        elif implementation == "eager" or plan.mask is not None or (plan.needs_mask and not flex_serves(query)):
             out, weights = self._dense(query, key, value, far, plan, dropout)
-        elif prefers_flex(query, implementation):
+        elif plan.needs_mask or prefers_flex(query, implementation):
             out = flex_dar_attention(query, key, value, *far.pairs(), self.window, self.scaling, plan)
         else:
             out = dar_attention(query, key, value, far, self.window, self.scaling, plan)
@@ -222,11 +222,13 @@ class DARModel(DARPreTrainedModel):
                 before it starts another sequence in the same row.
             past_key_values, cache: a `DARCache` (or the `DynamicCache` of a model without bottleneck), under either
                 name.
-            use_cache: whether to make and fill a cache where none is given; in training mode with gradients none is
-                made.
+            use_cache: whether to make and fill a cache where none is given. None is made in training mode with
+                gradients, nor for four-dimensional masks and packed rows, which a cache cannot hold. Gradients do not
+                pass through a cache.
 
         Raises:
-            ValueError: not exactly one of `input_ids` and `inputs_embeds`, or a mask of another shape.
+            ValueError: not exactly one of `input_ids` and `inputs_embeds`, a mask of another shape, or a cache of a
+                model with another window.
             TypeError: a cache that cannot hold bottlenecks.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -235,25 +237,20 @@ class DARModel(DARPreTrainedModel):
             inputs_embeds = self.embed_in(input_ids)
         batch, tokens = inputs_embeds.shape[:2]
         cache = past_key_values if cache is None else cache
-        # Training reads no cache, and filling one would keep every layer's tokens once more.
-        if use_cache and cache is None and not (self.training and torch.is_grad_enabled()):
-            cache = DARCache(self.config) if self.config.has_bottleneck else DynamicCache(config=self.config)
-        if cache is not None and self.config.has_bottleneck and not getattr(cache, "keeps_bottlenecks", False):
-            raise TypeError(
-                f"A DAR model keeps far tokens as bottlenecks, and a {type(cache).__name__} holds keys and values: "
-                "pass DARCache(model), or no cache and let the model make one."
-            )
-
         seen = 0 if cache is None else cache.get_seq_length()
-        given_positions = position_ids
+        plan = AttentionPlan()
+        if self.config.has_bottleneck:
+            self._check_cache(cache)
+            known = None if isinstance(seen, torch.Tensor) else seen
+            plan = plan_attention(attention_mask, position_ids, batch, tokens, known, cache is not None)
+        if use_cache and cache is None and self._may_cache(plan):
+            cache = DARCache(self.config) if self.config.has_bottleneck else DynamicCache(config=self.config)
         if position_ids is None:
             position_ids = (torch.arange(tokens, device=inputs_embeds.device) + seen)[None]
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
 
         mask, shared = None, {}
         if self.config.has_bottleneck:
-            past = bool(seen) if not isinstance(seen, torch.Tensor) else True
-            plan = plan_attention(attention_mask, given_positions, batch, tokens, past)
             shared = {"plan": plan, "angles": self._far_angles(cache, inputs_embeds, position_ids, plan)}
         else:
             mask = create_causal_mask(
@@ -278,6 +275,28 @@ class DARModel(DARPreTrainedModel):
             )
         hidden_states = self.final_layer_norm(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE_FIELD: cache})
+
+    def _check_cache(self, cache: Any) -> None:
+        if cache is None:
+            return
+        if not getattr(cache, "keeps_bottlenecks", False):
+            raise TypeError(
+                f"A DAR model keeps far tokens as bottlenecks, and a {type(cache).__name__} holds keys and values: "
+                "pass DARCache(model), or no cache and let the model make one."
+            )
+        window, layers = cache.layers[0].window, len(cache.layers)
+        if (window, layers) != (self.config.near_window, len(self.layers)):
+            raise ValueError(
+                f"The cache is of a model with window {window} and {layers} layers, this one has window "
+                f"{self.config.near_window} and {len(self.layers)} layers: make it with DARCache(model)."
+            )
+
+    def _may_cache(self, plan: AttentionPlan) -> bool:
+        """Whether a cache may be made that nobody asked for by name."""
+        # Training reads none, and filling one would keep every layer's tokens once more; dropout has no place in one.
+        if self.training and (torch.is_grad_enabled() or self.config.attention_dropout):
+            return False
+        return plan.mask is None and plan.sequence_ids is None
 
     def _far_angles(
         self, cache: Any, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, plan: AttentionPlan
@@ -369,6 +388,12 @@ class DARForCausalLM(DARPreTrainedModel, GenerationMixin):
             (model_kwargs[name] for name in ("cache", "past_key_values") if model_kwargs.get(name) is not None), None
         )
         chosen = generation_config.cache_implementation
+        room = getattr(given, "max_tokens", None)
+        if room is not None and room < max_cache_length:
+            raise ValueError(
+                f"The static DARCache holds {room} tokens a row, and this call may need {max_cache_length}: make it "
+                "with a larger max_cache_len, or ask for fewer new tokens."
+            )
         if given is None and self.config.has_bottleneck and generation_config.use_cache is not False:
             if chosen not in (None, "dynamic", "static"):
                 raise ValueError(
@@ -450,10 +475,13 @@ class DARForSequenceClassification(DARPreTrainedModel):
         if padding is None and batch != 1:
             raise ValueError("Several rows can only be classified with a pad_token_id in the configuration.")
         last = torch.full((batch,), tokens - 1, device=logits.device)
-        if padding is not None and input_ids is not None:
-            # The rightmost token that is no padding: right with padding on either side.
-            column = torch.arange(tokens, device=logits.device)
-            last = (column * (input_ids != padding).to(logits.device)).argmax(-1)
+        real = None
+        if attention_mask is not None and attention_mask.ndim == 2:
+            real = attention_mask[:, -tokens:].bool()
+        elif padding is not None and input_ids is not None:
+            real = input_ids != padding
+        if real is not None:  # the rightmost token that is no padding: right with padding on either side
+            last = (torch.arange(tokens, device=logits.device) * real.to(logits.device)).argmax(-1)
         pooled = logits[torch.arange(batch, device=logits.device), last]
         loss = None
         if labels is not None:

@@ -99,6 +99,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def run_script(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> int:
+    """Run a benchmark's body; wrong input ends it with one line on standard error and exit code 2.
+
+    Args:
+        run: called with `args`.
+        args: parsed arguments, those of `add_machine_arguments` among them.
+    """
+    try:
+        run(args)
+    except (UserError, ValueError, OSError, ImportError) as error:
+        if args.traceback:
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 

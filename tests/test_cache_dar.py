@@ -271,6 +271,90 @@ def test_crop_refuses_what_is_gone() -> None:
         static.activate_past_recording()
 
 
+def test_crop_refuses_padding() -> None:
+    """Rows that got padding in the columns to be removed would lose real tokens instead."""
+    model = tiny_dar()
+    ids, mask = random_ids(2, 24), torch.ones(2, 24, dtype=torch.long)
+    cache = DARCache(model)
+    through_cache(model, ids[:, :20], cache, [20])
+    cache.activate_past_recording()
+    mask[1, 22:] = 0
+    with torch.no_grad():
+        model(ids[:, 20:], attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match="padding"):
+        cache.crop(-2)
+    through_cache(model, ids[:, :3], cache, [3])
+    cache.crop(-3)
+    with pytest.raises(ValueError, match="padding"):
+        cache.crop(-1)
+
+
+@pytest.mark.parametrize("far_cache", ["fast", "small"])
+def test_a_static_cache_refuses_what_does_not_fit(far_cache: str) -> None:
+    model = tiny_dar(far_cache=far_cache)
+    ids = random_ids()
+    cache = DARCache(model, max_cache_len=20)
+    found = through_cache(model, ids[:, :20], cache, [14] + [1] * 6)
+    assert (found - reference(model, ids[:, :20])).abs().max() < 1e-10
+    with pytest.raises(ValueError, match="holds 20 tokens"), torch.no_grad():
+        model(ids[:, 20:21], past_key_values=cache)
+    with pytest.raises(ValueError, match="may need"):
+        generate(model, ids[:, :12], past_key_values=DARCache(model, max_cache_len=17))
+
+
+@pytest.mark.parametrize("far_cache", ["fast", "small"])
+def test_padding_takes_no_room_in_a_static_cache(far_cache: str) -> None:
+    """Full to the last column, a row's padding must not write over a real token."""
+    model = tiny_dar(far_cache=far_cache)
+    ids, mask = random_ids(2, 16), torch.ones(2, 16, dtype=torch.long)
+    mask[0, 14:], mask[1, 6:10] = 0, 0
+    results = []
+    for room in (None, 14):
+        cache, start, outputs = DARCache(model, max_cache_len=room), 0, []
+        for chunk in (6, 6, 1, 1, 1, 1):
+            seen = slice(start, start + chunk)
+            options = {"attention_mask": mask[:, : start + chunk], "position_ids": positions_of(mask)[:, seen]}
+            with torch.no_grad():
+                outputs.append(model(ids[:, seen], past_key_values=cache, **options).logits)
+            start += chunk
+        results.append(torch.cat(outputs, 1)[mask[:, :start].bool()])
+    assert (results[0] - results[1]).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("far_cache", ["fast", "small"])
+def test_inference_mode_and_no_grad_can_take_turns(static: bool, far_cache: str) -> None:
+    model = tiny_dar(far_cache=far_cache)
+    ids = random_ids()
+    cache = DARCache(model, max_cache_len=40 if static else None)
+    outputs, start = [], 0
+    for index, chunk in enumerate([20, 1, 5, 1, 1, 5]):
+        with torch.inference_mode() if index % 2 == 0 else torch.no_grad():
+            outputs.append(model(ids[:, start : start + chunk], past_key_values=cache).logits)
+            cache.reorder_cache(torch.tensor([0, 1]))
+        start += chunk
+    assert (torch.cat(outputs, 1) - reference(model, ids)).abs().max() < 1e-10
+
+
+def test_a_cache_of_another_model_is_refused() -> None:
+    model = tiny_dar(window_size=3)
+    with pytest.raises(ValueError, match="window 7"):
+        model(random_ids(), past_key_values=DARCache(tiny_dar_config(window_size=7)))
+    with pytest.raises(ValueError, match="2 layers"):
+        model(random_ids(), past_key_values=DARCache(tiny_dar_config(window_size=3, num_hidden_layers=2)))
+
+
+def test_a_first_token_alone_has_exact_gradients() -> None:
+    model = tiny_dar()
+    weight = model.gpt_neox.layers[0].attention.query_key_value.weight
+    ids = random_ids(2, 1)
+    found, wanted = (
+        torch.autograd.grad(model(ids, use_cache=use).logits.square().sum(), weight)[0] for use in (True, False)
+    )
+    assert wanted.abs().max() > 0
+    assert (found - wanted).abs().max() < 1e-10
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_reset_forgets_text_and_weights(static: bool) -> None:
     model = tiny_dar()
@@ -443,7 +527,7 @@ def filled_layer(
 
     layer = DARCacheLayer(window, True, longest + 50 if static else None)
     real = torch.arange(longest, device="cuda") >= longest - torch.tensor(lengths, device="cuda")[:, None]
-    plan = plan_attention(real, None, batch, longest, past=False)
+    plan = plan_attention(real, None, batch, longest, seen=0)
     states = (draw(batch, heads, longest, dim), draw(batch, heads, longest, dim), draw(batch, longest, size))
     layer.append(*states, draw(batch, longest, heads, rotary), plan)
     angles = torch.ones(1, 1, rotary, device="cuda", dtype=torch.bfloat16)

@@ -283,9 +283,9 @@ def test_card_and_record(files: Path, converted: Conversion) -> None:
 def test_card_of_a_source_on_the_hub(converted: Conversion, tmp_path: Path) -> None:
     source = "---\nlicense: apache-2.0\nlanguage:\n- en\ndatasets:\n- some/pile\n---\n\n# Pythia\n"
     (tmp_path / "README.md").write_text(source)
-    inherited = dar_from_pythia._source_card(str(tmp_path), None)
+    inherited = dar_from_pythia.source_card_data(str(tmp_path), None)
     record = {**converted.record, "source": "EleutherAI/pythia-70m", "revision": "step3000"}
-    card = ModelCard(dar_from_pythia._model_card(record, "mine", inherited))
+    card = ModelCard(dar_from_pythia.model_card(record, "mine", inherited))
     assert card.data.base_model == "EleutherAI/pythia-70m" and card.data.license == "apache-2.0"
     assert card.data.language == ["en"] and card.data.datasets == ["some/pile"]
     assert "https://huggingface.co/EleutherAI/pythia-70m" in card.text and "step3000" in card.text
@@ -402,7 +402,7 @@ def test_an_interrupted_conversion_leaves_nothing_half(
     elif where == "tokenizer":
         monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", fail)
     else:
-        monkeypatch.setattr(dar_from_pythia, "_model_card", fail)
+        monkeypatch.setattr(dar_from_pythia, "model_card", fail)
     with pytest.raises(KeyboardInterrupt):
         _convert(files, output, overwrite=existing)
     assert [path.name for path in tmp_path.iterdir()] == (["dar"] if existing else [])

@@ -1,0 +1,121 @@
+"""The README of a checkpoint that was converted to DAR, with the Hub's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+STAGES = {"source": "source", "initialised": "after initialisation", "distilled": "after distillation"}
+
+
+def perplexity_rows(perplexity: dict[str, float]) -> list[list[str]]:
+    """Header and rows of the table that is printed and stored."""
+    rows = [["model", "perplexity", "relative to the source"]]
+    for stage, value in perplexity.items():
+        rows.append([STAGES[stage], f"{value:.4g}", f"{100 * value / perplexity['source']:.2f} %"])
+    return rows
+
+
+def source_card_data(source: str, revision: str | None) -> ModelCardData | None:
+    """The metadata of the source's own card."""
+    path: str | Path = Path(source) / "README.md" if Path(source).is_dir() else source
+    try:
+        return ModelCard.load(path, ignore_metadata_errors=True).data
+    except Exception:  # a card that is missing, cannot be reached or read costs a line about the licence, no more
+        return None
+
+
+def model_card(record: dict[str, Any], name: str, source_card: ModelCardData | None) -> str:
+    """README.md of a converted checkpoint, with the Hub's metadata."""
+    on_hub = "/" in record["source"]
+    inherited = {
+        field: value
+        for field in ("license", "license_name", "license_link", "language", "datasets")
+        if (value := getattr(source_card, field, None)) is not None
+    }
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=record["source"] if on_hub else None,
+        tags=["nearfar", "dar", "kv-cache", "custom_code"],
+        **inherited,
+    )
+    source = f"[{record['source']}](https://huggingface.co/{record['source']})" if on_hub else f"`{record['source']}`"
+    if record["revision"]:
+        source += f" (revision `{record['revision']}`)"
+    sizes, calibration = record["cache_bytes_per_far_token"], record["calibration"]
+    made = [f"- Initialisation: `{record['method']}`, float64"]
+    if calibration is not None:
+        made[0] += f", from {calibration['tokens']:,} tokens of {', '.join(calibration['text'])}"
+    distillation = record["distillation"]
+    trained = distillation is not None and distillation["unfrozen_steps"] > 0
+    if distillation is not None:
+        made.append(
+            f"- Distillation: {distillation['steps']} steps with the base frozen and {distillation['unfrozen_steps']} "
+            f"with all weights trained, {distillation['tokens']:,} tokens ({distillation['epochs']:.2g} times "
+            f"{', '.join(distillation['text'])}); the teacher is the source model"
+        )
+    made.append(
+        "- All weights differ from the source's" if trained else "- The base weights are the source's, unchanged"
+    )
+    made += [f"- {note}" for note in record["notes"]]
+    evaluation = record["evaluation"]
+    where = (
+        "the end of the calibration text" if record["held_out_of_calibration_text"] else ", ".join(evaluation["text"])
+    )
+    perplexities = _markdown_table(perplexity_rows(record["perplexity"]))
+    cache = _markdown_table(
+        [["cache", "bytes a far token", "of ordinary"]]
+        + [
+            [label, f"{sizes[mode]:,}", f"1/{sizes['ordinary'] / sizes[mode]:.3g}"]
+            for mode, label in (
+                ("ordinary", "keys and values"),
+                ("fast", '`DARCache`, `far_cache="fast"`'),
+                ("small", '`DARCache`, `far_cache="small"`'),
+            )
+        ]
+    )
+    return f"""---
+{data.to_yaml()}
+---
+
+# {name}
+
+{source} as a DAR (distance-adaptive representation): a query sees the last {record["window_size"]} tokens in full,
+and those before through a bottleneck of {record["bottleneck_size"]} of {record["hidden_size"]} numbers.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+## Perplexity
+
+{perplexities}
+
+{evaluation["tokens"]:,} tokens of {where}, in blocks of {record["block_tokens"]:,} tokens, each read on its own; the
+mean is over all predicted tokens, and the blocks are the same for every row.
+
+## Cache
+
+{cache}
+
+All layers, {record["dtype"]}. Of a far token the cache keeps the bottleneck and, to decode faster, the rotated part of
+its keys (`fast`), or the bottleneck alone (`small`); of the last {record["window_size"]} tokens also keys and values.
+
+## How it was made
+
+{chr(10).join(made)}
+- nearfar {record["versions"]["nearfar"]}, torch {record["versions"]["torch"]}, transformers \
+{record["versions"]["transformers"]}; `conversion.json` has all settings
+"""
+
+
+def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    header, *others = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([header, "|" + "---|" + "---:|" * (len(rows[0]) - 1), *others])
