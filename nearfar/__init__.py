@@ -33,7 +33,12 @@ _PUBLIC_NAMES: dict[str, str] = {
     "DARForSequenceClassification": "modeling.modeling_dar",
     "DARModel": "modeling.modeling_dar",
     "KeyPrototypes": "modeling.key_prototypes",
+    "Mano": "training.mano",
     "ProactiveCache": "modeling.cache_proactive",
+    "ProxyCache": "modeling.cache_proxy",
+    "ProxyFormerConfig": "configuration.configuration_proxyformer",
+    "ProxyFormerForCausalLM": "modeling.modeling_proxyformer",
+    "ProxyFormerModel": "modeling.modeling_proxyformer",
     "PrunedCache": "modeling.pruned_cache",
     "RandomCache": "modeling.cache_random",
     "StreamingLLMCache": "modeling.cache_streaming_llm",
@@ -41,13 +46,17 @@ _PUBLIC_NAMES: dict[str, str] = {
 
 if TYPE_CHECKING:
     from .configuration.configuration_dar import DARConfig
+    from .configuration.configuration_proxyformer import ProxyFormerConfig
     from .modeling.cache_dar import DARCache
     from .modeling.cache_proactive import ProactiveCache
+    from .modeling.cache_proxy import ProxyCache
     from .modeling.cache_random import RandomCache
     from .modeling.cache_streaming_llm import StreamingLLMCache
     from .modeling.key_prototypes import KeyPrototypes
     from .modeling.modeling_dar import DARForCausalLM, DARForSequenceClassification, DARModel
+    from .modeling.modeling_proxyformer import ProxyFormerForCausalLM, ProxyFormerModel
     from .modeling.pruned_cache import PrunedCache
+    from .training.mano import Mano
 
 __all__ = [
     "DARCache",
@@ -56,7 +65,12 @@ __all__ = [
     "DARForSequenceClassification",
     "DARModel",
     "KeyPrototypes",
+    "Mano",
     "ProactiveCache",
+    "ProxyCache",
+    "ProxyFormerConfig",
+    "ProxyFormerForCausalLM",
+    "ProxyFormerModel",
     "PrunedCache",
     "RandomCache",
     "StreamingLLMCache",

@@ -11,10 +11,15 @@ def register() -> None:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from .configuration.configuration_dar import DARConfig
+    from .configuration.configuration_proxyformer import ProxyFormerConfig
     from .modeling.modeling_dar import DARForCausalLM, DARForSequenceClassification, DARModel
+    from .modeling.modeling_proxyformer import ProxyFormerForCausalLM, ProxyFormerModel
 
     AutoConfig.register("dar", DARConfig)
     AutoModel.register(DARConfig, DARModel)
     AutoModelForCausalLM.register(DARConfig, DARForCausalLM)
     AutoModelForSequenceClassification.register(DARConfig, DARForSequenceClassification)
+    AutoConfig.register("proxyformer", ProxyFormerConfig)
+    AutoModel.register(ProxyFormerConfig, ProxyFormerModel)
+    AutoModelForCausalLM.register(ProxyFormerConfig, ProxyFormerForCausalLM)
     _registered = True
