@@ -33,6 +33,7 @@ from .proxy_merge import ProxyMerge
 from .proxy_reading import Visibility
 from .proxy_rotary import RotaryAngles
 from .reversible_history import reversible_history
+from .rms_norm import RMSNorm
 
 IGNORED = -100
 
@@ -94,9 +95,9 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         config.check()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([ProxyFormerLayer(config, index) for index in range(config.num_hidden_layers)])
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.auxiliary_loss_weight:
-            self.middle_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.middle_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.has_proxies:
             if config.shared_embedding:
                 self.history_projection = nn.Linear(config.hidden_size, config.history_hidden_size, bias=False)

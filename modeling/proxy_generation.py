@@ -23,6 +23,7 @@ from .proxy_reading import (
     read_proxies,
 )
 from .proxy_rotary import RotaryAngles
+from .rms_norm import RMSNorm
 
 
 @dataclass
@@ -86,10 +87,10 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
         self.has_own_projections = config.separate_proxy_kv
         if self.has_own_projections:
             size = config.proxy_size
-            self.proxy_norm = nn.RMSNorm(size, eps=eps)
+            self.proxy_norm = RMSNorm(size, eps=eps)
             self.proxy_k_proj = nn.Linear(size, heads * dim, bias=False)
             self.proxy_v_proj = nn.Linear(size, heads * dim, bias=False)
-            self.proxy_k_norm = nn.RMSNorm(dim, eps=eps)
+            self.proxy_k_norm = RMSNorm(dim, eps=eps)
         pairs = config.distance_ratios or []
         self.distances = [distance // self.ratio for distance, _ in pairs]
         self.groups = [1, *(ratio // self.ratio for _, ratio in pairs)]

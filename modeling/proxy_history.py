@@ -19,6 +19,7 @@ from .proxy_injection import Injection
 from .proxy_interaction import CausalAttentionInteraction, ProxyInteraction, make_interaction
 from .proxy_rotary import RotaryAngles
 from .proxy_update import ProxyUpdate
+from .rms_norm import RMSNorm
 
 STEM_TOKENS = 4
 
@@ -33,7 +34,7 @@ class CausalConvolution(GradientCheckpointingLayer):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(size, eps=eps)
+        self.norm = RMSNorm(size, eps=eps)
         self.mix = nn.Linear(STEM_TOKENS * size, 2 * size, bias=False)
         self.output = nn.Linear(2 * size, size, bias=False)
         self.output.init_scale = 0.5  # type: ignore[assignment]
