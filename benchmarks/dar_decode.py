@@ -5,8 +5,8 @@
 
 Models of one shape (by default Pythia-1.4B's) with random weights. Caches are filled with random states instead of a
 prefill: what a step costs does not depend on the values. A step is the whole model and the choice of the likeliest
-token. "graph" replays one captured step over static buffers. The largest batch is the one whose weights and caches fit
-into --memory-gb, by the bytes that the caches of this run hold.
+token. "graph" replays one captured step over static buffers, GPT-NeoX's in transformers' StaticCache. The largest
+batch is the one whose weights and caches fit into --memory-gb, by the bytes that the caches of this run hold.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM, StaticCache
 
 from nearfar import DARCache, DARConfig, DARForCausalLM, cli
 from nearfar.evaluation.comparison import aligned_table
@@ -33,7 +33,14 @@ from nearfar.modeling.compat import cache_argument
 from nearfar.modeling.dar_plan import AttentionPlan
 
 WARM_UP_STEPS = 4
-SYSTEMS = ("GPT-NeoX, DynamicCache", "DAR fast", "DAR small", "DAR fast, graph", "DAR small, graph")
+SYSTEMS = (
+    "GPT-NeoX, DynamicCache",
+    "GPT-NeoX, StaticCache, graph",
+    "DAR fast",
+    "DAR small",
+    "DAR fast, graph",
+    "DAR small, graph",
+)
 
 
 def shape(args: argparse.Namespace) -> dict[str, Any]:
@@ -67,7 +74,11 @@ def filled_cache(model: Any, system: str, batch: int, tokens: int, room: int) ->
             layer.append(pair, pair, draw(batch, tokens, config.bottleneck_size or 0), rotary, AttentionPlan())
             del pair, rotary
         return cache
-    ordinary = DynamicCache(config=config)
+    ordinary: Any
+    if "StaticCache" in system:
+        ordinary = StaticCache(config=config, max_cache_len=tokens + room)
+    else:
+        ordinary = DynamicCache(config=config)
     for index in range(config.num_hidden_layers):
         ordinary.update(draw(batch, heads, tokens, dim), draw(batch, heads, tokens, dim), index)
     return ordinary

@@ -134,13 +134,33 @@ class DARCacheLayer(CacheLayerMixin):
             self._append_even(key, value, bottleneck, far_rotary)
         else:
             self._append_ragged(key, value, bottleneck, far_rotary, plan)
+        self._note(new, padded=plan.counts is not None)
+
+    def _note(self, new: int, padded: bool) -> None:
+        """Count `new` columns that have been stored."""
         self.columns = self.columns + new if not isinstance(self.columns, torch.Tensor) else self.columns.add_(new)
         self.uncropped += new
-        if plan.counts is not None:
+        if padded:
             self.unpadded = 0
         elif self.unpadded is not None:
             self.unpadded += new
         self.overwritten = max(self.overwritten, self.count - self.ring)
+
+    def note_step(self) -> None:
+        """Make room for one more token in every row and count it; the caller stores it, as `append` would.
+
+        Raises:
+            ValueError: a static layer is full.
+        """
+        if self.is_static:
+            assert self.lengths is not None
+            self._check_static(1, 1)
+            self.lengths.add_(1)
+        else:
+            self._make_room(self.count + 1)
+            self.count += 1
+            self.lengths = None if self.lengths is None else self.lengths + 1
+        self._note(1, padded=False)
 
     def _start(
         self, key: torch.Tensor, value: torch.Tensor, bottleneck: torch.Tensor, far_rotary: torch.Tensor | None
@@ -257,7 +277,7 @@ class DARCacheLayer(CacheLayerMixin):
         self._scatter(key, value, bottleneck, far_rotary, counts)
         self.lengths += counts
 
-    def _check_static(self, new: int, counts: torch.Tensor) -> None:
+    def _check_static(self, new: int, counts: torch.Tensor | int) -> None:
         """Refuse what does not fit.
 
         Steps that are compiled or captured cannot look, and their replays do not pass here.

@@ -5,7 +5,11 @@ w … L-1 over the far keys 0 … L-w-1, and the near path a sliding window of w
 the two into the one softmax of the paper's Eq. 4. In the backward pass each path's own kernel is given the merged
 output and log-sum-exp, which makes its gradients exact. The far keys and values are made from the bottleneck inside,
 and made again in the backward pass: of the far pairs only the bottleneck is kept for it, `bottleneck_size` numbers a
-token (with adapters or quantised weights, the pairs themselves).
+token (with adapters or quantised weights, the pairs themselves). Making them again is about 1 % of a training step;
+kept, they would take as much memory as all keys and values.
+
+`projected_dar_attention` is the same from the fused projection on, rotary embedding included, so that the gradients of
+queries, keys and values are written where the projection's backward pass reads them.
 
 The slow counterpart, and the definition, is `dar_reference`.
 """
@@ -29,6 +33,7 @@ from .attention_with_lse import (
 )
 from .dar_near_kernel import near_kernel_available, near_merged_backward, near_merged_forward
 from .dar_plan import AttentionPlan
+from .dar_rotary_kernel import join_pair_gradients, rotary_kernel_available, turn_in_place, turned_queries_and_keys
 from .rotary_halves import rotate_halves
 
 
@@ -66,10 +71,15 @@ def project_far(
     bottleneck: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys before rotation, and values, each `(batch, heads, tokens, head dim)`, from the bottleneck."""
+    key, value = _project(bottleneck, weight, bias).transpose(1, 2).chunk(2, dim=-1)
+    return key, value
+
+
+def _project(bottleneck: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Keys and values side by side, `(batch, tokens, heads, 2 · head dim)`."""
     heads, both, _ = weight.shape
     pairs = F.linear(bottleneck, weight.flatten(0, 1), None if bias is None else bias.flatten())
-    key, value = pairs.view(*bottleneck.shape[:2], heads, both).transpose(1, 2).chunk(2, dim=-1)
-    return key, value
+    return pairs.view(*bottleneck.shape[:2], heads, both)
 
 
 def dar_attention(
@@ -131,9 +141,30 @@ def _rows_attention(
         far_key, far_value = far.pairs()
         return _TwoPaths.apply(query, key, value, far_key[:, :, :visible], far_value[:, :, :visible], window, scaling)
     return _BottleneckPaths.apply(
-        query, key, value, far.bottleneck[:, :visible], far.weight, far.bias,
-        far.cos[:, :visible], far.sin[:, :visible], window, scaling,
-    )  # fmt: skip
+        query, key, value, far.bottleneck, far.weight, far.bias, far.cos, far.sin, window, scaling
+    )
+
+
+def projects_itself(states: torch.Tensor, far: FarPairs, window: int) -> bool:
+    """Whether `projected_dar_attention` serves: kernels for this device and dtype, and tokens beyond the window."""
+    if far.weight is None or not rotary_kernel_available(states) or not 0 < window < states.shape[1]:
+        return False
+    dim = far.weight.shape[1] // 2
+    return dim % 8 == 0 and dim <= 256 and far.bottleneck.dtype == far.weight.dtype == states.dtype
+
+
+def projected_dar_attention(states: torch.Tensor, far: FarPairs, window: int, scaling: float) -> torch.Tensor:
+    """`dar_attention` from the fused projection on, where `projects_itself` and every row is one sequence.
+
+    Args:
+        states: `(batch, tokens, heads · 3 · head dim)`, queries and keys not rotated yet.
+        far: with `weight`; its angles are also those of queries and keys.
+        window, scaling: as in `dar_attention`.
+
+    Returns:
+        `(batch, heads, tokens, head dim)`.
+    """
+    return _ProjectedPaths.apply(states, far.bottleneck, far.weight, far.bias, far.cos, far.sin, window, scaling)
 
 
 def _zero_gradients(out: torch.Tensor, far: FarPairs) -> torch.Tensor:
@@ -217,7 +248,8 @@ def _paths_backward(
     if window == 0:
         return dq_far, torch.zeros_like(key), torch.zeros_like(value), dk_far, dv_far
     if near_kernel_available(query):
-        dq, dk, dv = near_merged_backward(gradient, query, key, value, out, lse, dq_far, window, scaling)
+        found = near_merged_backward(gradient, query, key, value, out, lse, dq_far, window, scaling)
+        dq, dk, dv = found.transpose(1, 2).unbind(3)
     else:
         dq, dk, dv = window_attention_backward(gradient, query, key, value, out, lse, window, scaling)
         dq[:, :, window:] += dq_far
@@ -249,7 +281,7 @@ class _BottleneckPaths(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query, key, value, bottleneck, weight, bias, cos, sin, window, scaling):  # type: ignore[no-untyped-def]
         training = any(ctx.needs_input_grad)
-        far_key, far_value = _far_pairs(bottleneck, weight, bias, cos, sin)
+        far_key, far_value = _far_pairs(bottleneck, weight, bias, cos, sin, query.shape[2] - window)
         out, lse, saved = _paths_forward(query, key, value, far_key, far_value, window, scaling, training)
         ctx.constants = (window, scaling)
         ctx.has_bias = bias is not None
@@ -263,29 +295,106 @@ class _BottleneckPaths(torch.autograd.Function):
         tensors, saved = _saved(ctx, 9 + ctx.has_bias)
         query, key, value, bottleneck, weight, cos, sin, out, lse = tensors[:9]
         bias = tensors[9] if ctx.has_bias else None
-        far_key, far_value = _far_pairs(bottleneck, weight, bias, cos, sin)
+        far_key, far_value = _far_pairs(bottleneck, weight, bias, cos, sin, query.shape[2] - ctx.constants[0])
         dq, dk, dv, dk_far, dv_far = _paths_backward(
             gradients[0], query, key, value, far_key, far_value, out, lse, saved, *ctx.constants
         )
-        # The rotation is orthogonal up to a factor, and its transpose turns the other way.
-        dk_far = rotate_halves(dk_far, cos[:, None], -sin[:, None])
-        heads, both, _ = weight.shape
-        pairs = torch.cat([dk_far, dv_far], dim=-1).transpose(1, 2).flatten(2)  # (batch, tokens, heads · 2 · head dim)
-        flat = weight.flatten(0, 1)
-        d_bottleneck = pairs @ flat if ctx.needs_input_grad[3] else None
-        rows = pairs.flatten(0, 1)
-        d_weight = (rows.T @ bottleneck.flatten(0, 1)).view_as(weight) if ctx.needs_input_grad[4] else None
-        d_bias = rows.sum(0).view(heads, both) if ctx.has_bias and ctx.needs_input_grad[5] else None
-        return dq, dk, dv, d_bottleneck, d_weight, d_bias, None, None, None, None
+        needed = (*ctx.needs_input_grad[3:5], ctx.has_bias and ctx.needs_input_grad[5])
+        found = _far_backward(dk_far, dv_far, bottleneck, weight, cos, sin, needed)
+        return dq, dk, dv, *found, None, None, None, None
+
+
+class _ProjectedPaths(torch.autograd.Function):
+    """`_BottleneckPaths` from the fused projection on; kernels only."""
+
+    @staticmethod
+    def forward(ctx: Any, states, bottleneck, weight, bias, cos, sin, window, scaling):  # type: ignore[no-untyped-def]
+        training = any(ctx.needs_input_grad)
+        query, key = turned_queries_and_keys(states, weight.shape[0], cos, sin)
+        far_key, far_value = _far_pairs(bottleneck, weight, bias, cos, sin, query.shape[2] - window)
+        value = _values(states, weight)
+        out, lse, saved = _paths_forward(query, key, value, far_key, far_value, window, scaling, training)
+        ctx.constants = (window, scaling)
+        ctx.has_bias = bias is not None
+        tensors = (states, query, key, bottleneck, weight, cos, sin, out, lse)
+        _save(ctx, tensors if bias is None else (*tensors, bias), saved)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor):  # type: ignore[no-untyped-def]
+        tensors, saved = _saved(ctx, 9 + ctx.has_bias)
+        states, query, key, bottleneck, weight, cos, sin, out, lse = tensors[:9]
+        bias = tensors[9] if ctx.has_bias else None
+        window, scaling = ctx.constants
+        gradient = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
+        far_key, far_value = _far_pairs(bottleneck, weight, bias, cos, sin, query.shape[2] - window)
+        dq_far, dk_far, dv_far = causal_attention_backward(
+            gradient[:, :, window:], query[:, :, window:], far_key, far_value, out[:, :, window:],
+            lse[:, :, window:].contiguous(), saved, scaling,
+        )  # fmt: skip
+        value = _values(states, weight)
+        d_states = near_merged_backward(gradient, query, key, value, out, lse, dq_far, window, scaling)
+        d_states = turn_in_place(d_states, 2, cos, sin, backwards=True).flatten(2)
+        needed = (*ctx.needs_input_grad[1:3], ctx.has_bias and ctx.needs_input_grad[3])
+        found = _far_backward(dk_far, dv_far, bottleneck, weight, cos, sin, needed)
+        return d_states, *found, None, None, None, None
+
+
+def _values(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The values in a fused projection, `(batch, heads, tokens, head dim)`, a view."""
+    heads, both, _ = weight.shape
+    return states.view(*states.shape[:2], heads, 3 * both // 2)[..., both:].transpose(1, 2)
 
 
 def _far_pairs(
-    bottleneck: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    bottleneck: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    visible: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    key, value = project_far(bottleneck, weight, bias)
+    """Keys, rotated, and values of the first `visible` tokens; no gradient is recorded here."""
+    if rotary_kernel_available(bottleneck):
+        # Of all tokens: the last are not needed, but leaving them out takes a copy.
+        pairs = turn_in_place(_project(bottleneck, weight, bias).unflatten(3, (2, -1)), 1, cos, sin)
+        key, value = pairs.transpose(1, 2)[:, :, :visible].unbind(3)
+        return key, value
+    key, value = project_far(bottleneck[:, :visible], weight, bias)
     turning = key[..., : cos.shape[-1]]
-    turning.copy_(rotate_halves(turning, cos[:, None], sin[:, None]))  # no gradient is recorded here
+    turning.copy_(rotate_halves(turning, cos[:, None, :visible], sin[:, None, :visible]))
     return key, value
+
+
+def _far_backward(
+    d_key: torch.Tensor,
+    d_value: torch.Tensor,
+    bottleneck: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    needed: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of bottleneck, weight and bias from those of the far keys, rotated, and values that are seen."""
+    heads, both, _ = weight.shape
+    visible, tokens = d_key.shape[2], bottleneck.shape[1]
+    if rotary_kernel_available(d_key):
+        pairs = join_pair_gradients(d_key, d_value, tokens, cos, sin).flatten(2)
+        visible = tokens
+    else:
+        # The rotation is orthogonal up to a factor, and its transpose turns the other way.
+        d_key = rotate_halves(d_key, cos[:, None, :visible], -sin[:, None, :visible])
+        pairs = torch.cat([d_key, d_value], dim=-1).transpose(1, 2).flatten(2)  # (batch, tokens, heads · 2 · head dim)
+    d_bottleneck = None
+    if needed[0]:
+        d_bottleneck = pairs @ weight.flatten(0, 1)
+        if visible < tokens:
+            d_bottleneck = F.pad(d_bottleneck, (0, 0, 0, tokens - visible))
+    rows = pairs.flatten(0, 1)
+    d_weight = (rows.T @ bottleneck[:, :visible].flatten(0, 1)).view_as(weight) if needed[1] else None
+    d_bias = rows.sum(0).view(heads, both) if needed[2] else None
+    return d_bottleneck, d_weight, d_bias
 
 
 def _save(ctx: Any, tensors: tuple[torch.Tensor, ...], saved: _Saved) -> None:

@@ -2,8 +2,9 @@
 
 A sliding window of 128 tokens is little arithmetic, so its cost is what it reads and writes. Merged here, the near
 path's own output and log-sum-exp are never written, the far path's are read once, and in the backward pass the
-queries' two gradients are added where the second is computed. The slow counterpart is `window_attention` and `merge`
-in `attention_with_lse`.
+queries' two gradients are added where the second is computed. All three gradients go into one tensor laid out as
+GPT-NeoX's fused projection, so that nothing is put together afterwards. The slow counterpart is `window_attention` and
+`merge` in `attention_with_lse`.
 """
 
 # Kernels are typed by their launch, and a CPU build of torch comes without Triton.
@@ -55,12 +56,12 @@ def near_merged_forward(
     far_lse = far_lse.contiguous()
     out = query.new_empty(batch, tokens, heads, dim).transpose(1, 2)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=query.device)
-    rows, columns, warps = _tiles(dim)
+    rows, columns, stages = _tiles(dim)
     _forward_kernel[(triton.cdiv(tokens, rows), batch * heads)](
         query, key, value, far, far_lse, out, lse,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *far.stride()[:3], *out.stride()[:3],
         heads, tokens, window, scaling * LOG2E,
-        DIM=dim, PAD=triton.next_power_of_2(dim), ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=2,
+        DIM=dim, PAD=triton.next_power_of_2(dim), ROWS=rows, COLUMNS=columns, num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out, lse
 
@@ -75,8 +76,8 @@ def near_merged_backward(
     dq_far: torch.Tensor,
     window: int,
     scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries (both paths), near keys and near values.
+) -> torch.Tensor:
+    """Gradients of queries (both paths), near keys and near values, in this order `(batch, L, heads, 3, head dim)`.
 
     Args:
         gradient: of the merged output, `(batch, heads, L, head dim)`.
@@ -86,26 +87,25 @@ def near_merged_backward(
     """
     batch, heads, tokens, dim = query.shape
     gradient, query, key, value, dq_far = (_last_is_dense(x) for x in (gradient, query, key, value, dq_far))
-    dq, dk, dv = (x.new_empty(batch, tokens, heads, dim).transpose(1, 2) for x in (query, key, value))
+    found = query.new_empty(batch, tokens, heads, 3, dim)
     delta = torch.empty_like(lse)
-    rows, columns, warps = _tiles(dim)
+    rows, columns, stages = _tiles(dim)
     pad = triton.next_power_of_2(dim)
     _query_gradient_kernel[(triton.cdiv(tokens, rows), batch * heads)](
-        gradient, query, key, value, out, lse, dq_far, dq, delta,
+        gradient, query, key, value, out, lse, dq_far, found, delta,
         *gradient.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
-        *dq_far.stride()[:3], *dq.stride()[:3],
+        *dq_far.stride()[:3],
         heads, tokens, window, scaling * LOG2E, scaling,
-        DIM=dim, PAD=pad, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=2,
+        DIM=dim, PAD=pad, ROWS=rows, COLUMNS=columns, num_warps=4, num_stages=stages,
     )  # fmt: skip
     # Keys are the tall side now: each block of them is met by the queries of the next `window` tokens.
     _pair_gradient_kernel[(triton.cdiv(tokens, rows), batch * heads)](
-        gradient, query, key, value, lse, delta, dk, dv,
-        *gradient.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dk.stride()[:3],
-        *dv.stride()[:3],
+        gradient, query, key, value, lse, delta, found,
+        *gradient.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         heads, tokens, window, scaling * LOG2E, scaling,
-        DIM=dim, PAD=pad, ROWS=columns, COLUMNS=rows, num_warps=warps, num_stages=2,
+        DIM=dim, PAD=pad, ROWS=columns, COLUMNS=rows, num_warps=4, num_stages=stages,
     )  # fmt: skip
-    return dq, dk, dv
+    return found
 
 
 def _last_is_dense(x: torch.Tensor) -> torch.Tensor:
@@ -113,10 +113,12 @@ def _last_is_dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(dim: int) -> tuple[int, int, int]:
-    """Side of the tall and of the narrow block, and warps a program."""
-    if dim <= 64:
-        return 128, 64, 4
-    return (128, 64, 8) if dim <= 128 else (64, 32, 4)
+    """Side of the tall and of the narrow block, and loads in flight.
+
+    Small blocks: taller ones meet more pairs outside the window and spill registers (on an H200 the keys' gradients
+    took five times as long with 128 keys by 64 queries and four warps).
+    """
+    return (64, 32, 3) if dim <= 128 else (64, 32, 2)
 
 
 if triton is not None:
@@ -183,8 +185,8 @@ if triton is not None:
 
     @triton.jit
     def _query_gradient_kernel(
-        gradient, query, key, value, out, lse, dq_far, dq, delta,
-        gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, fb, fh, ft, db, dh, dt,
+        gradient, query, key, value, out, lse, dq_far, found, delta,
+        gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, ob, oh, ot, fb, fh, ft,
         heads, tokens, window, scale, scaling,
         DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
@@ -217,16 +219,17 @@ if triton is not None:
         t = row - window
         has = ((t >= 0) & inside)[:, None] & (d < DIM)[None, :]
         f = tl.load(dq_far + b * fb + h * fh + t[:, None] * ft + d[None, :], mask=has, other=0.0)
+        at = ((b * tokens + row) * heads + h) * (3 * DIM)
         tl.store(
-            dq + b * db + h * dh + row[:, None] * dt + d[None, :],
-            (acc * scaling + f.to(tl.float32)).to(dq.dtype.element_ty),
+            found + at[:, None] + d[None, :],
+            (acc * scaling + f.to(tl.float32)).to(found.dtype.element_ty),
             mask=inside[:, None] & (d < DIM)[None, :],
         )
 
     @triton.jit
     def _pair_gradient_kernel(
-        gradient, query, key, value, lse, delta, dk, dv,
-        gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt, xb, xh, xt, yb, yh, yt,
+        gradient, query, key, value, lse, delta, found,
+        gb, gh, gt, qb, qh, qt, kb, kh, kt, vb, vh, vt,
         heads, tokens, window, scale, scaling,
         DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
@@ -256,11 +259,6 @@ if triton is not None:
             slope = weights * (tl.dot(v, tl.trans(g)) - share[None, :])
             key_acc = tl.dot(slope.to(q.dtype), q, key_acc)
         mask = (column < tokens)[:, None] & (d < DIM)[None, :]
-        tl.store(
-            dk + b * xb + h * xh + column[:, None] * xt + d[None, :],
-            (key_acc * scaling).to(dk.dtype.element_ty),
-            mask=mask,
-        )
-        tl.store(
-            dv + b * yb + h * yh + column[:, None] * yt + d[None, :], value_acc.to(dv.dtype.element_ty), mask=mask
-        )
+        at = (((b * tokens + column) * heads + h) * (3 * DIM))[:, None] + d[None, :]
+        tl.store(found + at + DIM, (key_acc * scaling).to(found.dtype.element_ty), mask=mask)
+        tl.store(found + at + 2 * DIM, value_acc.to(found.dtype.element_ty), mask=mask)

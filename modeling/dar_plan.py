@@ -55,6 +55,11 @@ class AttentionPlan:
     mask: torch.Tensor | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every row is one sequence from its first column on, without a mask."""
+        return self.real is None and self.sequence_ids is None and self.mask is None
+
+    @property
     def needs_mask(self) -> bool:
         """Whether sequences share rows and have not been gathered, so that only a mask tells them apart."""
         return self.sequence_ids is not None and self.sequences is None

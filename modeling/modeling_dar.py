@@ -25,12 +25,14 @@ from transformers.utils.output_capturing import capture_outputs
 from ..configuration.configuration_dar import DARConfig
 from .cache_dar import DARCache, DARCacheLayer
 from .compat import CACHE_FIELD, mask_arguments
-from .dar_attention import FarPairs, dar_attention
+from .dar_attention import FarPairs, dar_attention, projected_dar_attention, projects_itself
 from .dar_cached_attention import FarAngles, cached_dar_attention, dense_cached_attention
+from .dar_decode_kernel import fused_step, step_kernel_available
 from .dar_far_weights import FarWeights, fuse_far_weights, is_plain, probe_far_weights
 from .dar_flex_attention import flex_dar_attention, flex_serves, prefers_flex
 from .dar_plan import AttentionPlan, plan_attention
 from .dar_reference import dense_dar_attention
+from .dar_rotary_kernel import rotary_kernel_available, turned_queries_and_keys
 from .rotary_halves import rotate_halves
 
 
@@ -55,9 +57,10 @@ class DARAttention(GPTNeoXAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         plan: AttentionPlan | None = None,
         angles: FarAngles | None = None,
+        scratch: dict[Any, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend; `plan` and `angles` are the model's, the rest is GPT-NeoX's.
+        """Attend; `plan`, `angles` and `scratch` are the model's, the rest is GPT-NeoX's.
 
         Returns:
             The projected output `(batch, tokens, hidden size)`, and with the eager implementation the weights.
@@ -70,22 +73,39 @@ class DARAttention(GPTNeoXAttention):
         implementation = self.config._attn_implementation
         batch, tokens, _ = hidden_states.shape
 
-        states = self.query_key_value(hidden_states).view(batch, tokens, -1, 3 * self.head_size).transpose(1, 2)
-        query, key, value = states.chunk(3, dim=-1)
-        query = rotate_halves(query, cos[:, None], sin[:, None])
-        key = rotate_halves(key, cos[:, None], sin[:, None])
-        bottleneck = self.bottleneck_down(hidden_states)
-        if self.squashes:
-            bottleneck = bottleneck.sigmoid()
         layer = None if layer_past is None else layer_past.layers[self.layer_idx]
-        far = self._far_pairs(bottleneck, query.shape[1], cos, sin, layer)
-
         dropout = self.attention_dropout if self.training else 0.0
         if dropout and (layer is not None or implementation != "eager"):
             raise ValueError(
                 f"attention_dropout={dropout} is only there with attn_implementation='eager' and without a cache: "
                 "load the model with it, or set config.attention_dropout to 0."
             )
+
+        kind = hidden_states.device.type
+        if hidden_states.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(kind))  # once for both projections
+        states = self.query_key_value(hidden_states)
+        bottleneck = self.bottleneck_down(hidden_states)
+        if self.squashes:
+            bottleneck = bottleneck.sigmoid()
+        heads = states.shape[-1] // (3 * self.head_size)
+        far = self._far_pairs(bottleneck, heads, cos, sin, layer)
+
+        if implementation == "sdpa" and plan.is_plain:
+            if layer is None and projects_itself(states, far, self.window):
+                out = projected_dar_attention(states, far, self.window, self.scaling)
+                return self.dense(out.transpose(1, 2).reshape(batch, tokens, -1)), None
+            if layer is not None and tokens == 1 and step_kernel_available(layer, states, far):
+                scratch = {} if scratch is None else scratch
+                return self.dense(fused_step(layer, states, far, self.scaling, scratch)), None
+
+        query, key, value = states.view(batch, tokens, heads, -1).transpose(1, 2).chunk(3, dim=-1)
+        recorded = torch.is_grad_enabled() and states.requires_grad
+        if implementation != "eager" and not recorded and rotary_kernel_available(states):
+            query, key = turned_queries_and_keys(states, heads, cos, sin)
+        else:
+            query = rotate_halves(query, cos[:, None], sin[:, None])
+            key = rotate_halves(key, cos[:, None], sin[:, None])
         weights: torch.Tensor | None = None
         if layer is not None and implementation == "eager":
             out, weights = dense_cached_attention(layer, query, key, value, far, self.scaling, plan, angles)
@@ -125,19 +145,18 @@ class DARAttention(GPTNeoXAttention):
     def _far_pairs(
         self, bottleneck: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, layer: DARCacheLayer | None
     ) -> FarPairs:
+        if layer is not None and layer.far_weights is not None and not torch.is_grad_enabled():
+            return FarPairs(bottleneck, *layer.far_weights, cos, sin)
         plain = is_plain(self.query_key_value) and is_plain(self.bottleneck_up)
         if not plain and torch.is_grad_enabled() and layer is None:
             # Token by token, so that an adapter's dropout means what it does elsewhere.
             states = self.query_key_value(self.bottleneck_up(bottleneck)).unflatten(-1, (heads, -1)).transpose(1, 2)
             _, key, value = states.chunk(3, dim=-1)
             return FarPairs(bottleneck, None, None, cos, sin, rotate_halves(key, cos[:, None], sin[:, None]), value)
-        if layer is not None and layer.far_weights is not None and not torch.is_grad_enabled():
-            weight, bias = layer.far_weights
-        else:
-            weight, bias = self._far_weights(plain, heads, bottleneck)
-            if layer is not None and not torch.is_grad_enabled():
-                # A cache is of these weights and no others: what it holds was made with them.
-                layer.far_weights = (weight, bias)
+        weight, bias = self._far_weights(plain, heads, bottleneck)
+        if layer is not None and not torch.is_grad_enabled():
+            # A cache is of these weights and no others: what it holds was made with them.
+            layer.far_weights = (weight, bias)
         return FarPairs(bottleneck, weight, bias, cos, sin)
 
     def _far_weights(self, plain: bool, heads: int, bottleneck: torch.Tensor) -> FarWeights:
@@ -148,7 +167,9 @@ class DARAttention(GPTNeoXAttention):
             weight, bias = probe_far_weights(
                 self.query_key_value, self.bottleneck_up, size, self.head_size, bottleneck
             )
-        return weight.to(bottleneck.dtype), None if bias is None else bias.to(bottleneck.dtype)
+        # Contiguous, as kernels read them.
+        weight = weight.to(bottleneck.dtype).contiguous()
+        return weight, None if bias is None else bias.to(bottleneck.dtype).contiguous()
 
 
 class DARLayer(GPTNeoXLayer):
@@ -251,7 +272,8 @@ class DARModel(DARPreTrainedModel):
 
         mask, shared = None, {}
         if self.config.has_bottleneck:
-            shared = {"plan": plan, "angles": self._far_angles(cache, inputs_embeds, position_ids, plan)}
+            angles = self._far_angles(cache, inputs_embeds, position_ids, plan)
+            shared = {"plan": plan, "angles": angles, "scratch": {}}
         else:
             mask = create_causal_mask(
                 config=self.config,

@@ -13,10 +13,11 @@ from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM
 from nearfar import DARCache, DARForCausalLM
 from nearfar.modeling.cache_dar import DARCacheLayer
 from nearfar.modeling.dar_attention import FarPairs
-from nearfar.modeling.dar_cached_attention import absorbed_decode
-from nearfar.modeling.dar_decode_kernel import decode_kernel_available, fused_decode
-from nearfar.modeling.dar_plan import plan_attention
+from nearfar.modeling.dar_cached_attention import absorbed_decode, far_rotary_keys
+from nearfar.modeling.dar_decode_kernel import decode_kernel_available, fused_decode, fused_step, step_kernel_available
+from nearfar.modeling.dar_plan import AttentionPlan, plan_attention
 from nearfar.modeling.modeling_dar import DARForSequenceClassification
+from nearfar.modeling.rotary_halves import rotate_halves
 
 LENGTH = 33
 CHUNKS = ([25] + [1] * 8, [1] * LENGTH, [6] * 5 + [3], [7] * 4 + [5], [8] * 4 + [1], [3, 1, 1, 20, 1, 7], [LENGTH])
@@ -406,6 +407,30 @@ def test_static_buffers_stay_where_they_are() -> None:
     assert cache.is_compileable
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_noted_step_counts_as_an_appended_one(static: bool, padded: bool) -> None:
+    """What a kernel stores is counted as `append` counts it, and finds as much room."""
+    mask = torch.ones(2, 12)
+    mask[1, :5] = 0
+    plan = plan_attention(mask if padded else None, None, 2, 12)
+    layers = [DARCacheLayer(4, True, 30 if static else None) for _ in range(2)]
+    key, bottleneck, rotary = torch.randn(2, 3, 12, 8), torch.randn(2, 12, 5), torch.randn(2, 12, 3, 2)
+    for layer in layers:
+        layer.append(key, key, bottleneck, rotary, plan)
+    for _ in range(3):
+        layers[0].note_step()
+        layers[1].append(key[:, :, :1], key[:, :, :1], bottleneck[:, :1], rotary[:, :1], AttentionPlan())
+    for name in ("count", "columns", "overwritten", "unpadded", "uncropped", "lengths", "longest", "capacity"):
+        first, second = (getattr(layer, name) for layer in layers)
+        assert str(first) == str(second), name
+    if static:
+        for _ in range(15):
+            layers[0].note_step()
+        with pytest.raises(ValueError, match="larger max_cache_len"):
+            layers[0].note_step()
+
+
 def test_gradients_are_not_kept() -> None:
     model = tiny_dar()
     cache = DARCache(model)
@@ -555,6 +580,46 @@ def test_decode_kernel_on_cuda(
     wanted = absorbed_decode(exact, query.double(), FarPairs(*in_double), dim**-0.5, None)
     for row in range(len(lengths)):
         assert ((found[row] - wanted[row]).norm() / wanted[row].norm()).item() < 1e-2
+
+
+@cuda
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("heads", "dim", "size", "rotary"), DECODE_SHAPES)
+@pytest.mark.parametrize(("window", "lengths"), [(40, [1000]), (128, [900, 3, 128, 129]), (1, [65, 64])])
+@pytest.mark.parametrize("bias", [True, False])
+def test_fused_step_on_cuda(
+    heads: int, dim: int, size: int, rotary: int, window: int, lengths: list[int], static: bool, bias: bool
+) -> None:
+    """Rotating, storing and attending in one go, against ordinary operations in float64, for several tokens."""
+    layer, _, far = filled_layer(heads, dim, size, rotary, window, lengths, static)
+    exact = copy.deepcopy(layer)
+    for name in ("bottlenecks", "far_rotary", "near_keys", "near_values"):
+        setattr(exact, name, getattr(exact, name).double())
+    batch = len(lengths)
+    generator = torch.Generator("cuda").manual_seed(1)
+    for step in range(4):
+        states = torch.randn(batch, 1, heads * 3 * dim, generator=generator, device="cuda").bfloat16()
+        bottleneck = torch.randn(batch, 1, size, generator=generator, device="cuda").bfloat16()
+        angles = torch.rand(batch if step % 2 else 1, 1, rotary // 2, generator=generator, device="cuda") * 6
+        angles = torch.cat([angles, angles], -1)
+        source = FarPairs(bottleneck, far.weight, far.bias if bias else None, angles.cos(), angles.sin())
+        assert step_kernel_available(layer, states, source)
+        found = fused_step(layer, states, source, dim**-0.5, {})
+        wide = [None if x is None else x.double() for x in (bottleneck, source.weight, source.bias)]
+        cos, sin = source.cos.double(), source.sin.double()
+        far_exact = FarPairs(*wide, cos, sin)
+        query, key, value = states.double().view(batch, 1, heads, 3, dim).transpose(1, 2).unbind(3)
+        query, key = (rotate_halves(x, cos[:, None], sin[:, None]) for x in (query, key))
+        exact.append(key, value, wide[0], far_rotary_keys(wide[0], far_exact, cos, sin), AttentionPlan())
+        wanted = absorbed_decode(exact, query, far_exact, dim**-0.5, None)
+        for row in range(batch):
+            assert ((found[row, 0] - wanted[row].flatten()).norm() / wanted[row].norm()).item() < 1e-2
+        for name in ("bottlenecks", "far_rotary", "near_keys", "near_values"):
+            mine, theirs = (getattr(x, name) for x in (layer, exact))
+            kept = min(mine.shape[1], theirs.shape[1]) if name in ("bottlenecks", "far_rotary") else mine.shape[1]
+            assert ((mine[:, :kept] - theirs[:, :kept]).norm() / theirs.norm()).item() < 4e-3, name
+    counted = ("count", "columns", "overwritten", "unpadded", "lengths")
+    assert all(str(getattr(layer, name)) == str(getattr(exact, name)) for name in counted)
 
 
 @cuda

@@ -20,11 +20,18 @@ from nearfar.modeling.attention_with_lse import (
     window_attention,
     window_visible,
 )
-from nearfar.modeling.dar_attention import FarPairs, dar_attention
+from nearfar.modeling.dar_attention import FarPairs, dar_attention, projected_dar_attention, projects_itself
 from nearfar.modeling.dar_far_weights import fuse_far_weights, probe_far_weights
 from nearfar.modeling.dar_flex_attention import flex_dar_attention
 from nearfar.modeling.dar_plan import plan_attention
 from nearfar.modeling.dar_reference import dense_dar_attention
+from nearfar.modeling.dar_rotary_kernel import (
+    join_pair_gradients,
+    rotary_kernel_available,
+    turn_in_place,
+    turned_queries_and_keys,
+)
+from nearfar.modeling.rotary_halves import rotate_halves
 
 WINDOWS = (0, 1, 4, 16, 64, 128, 256)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -466,6 +473,67 @@ def test_kernels_on_cuda(dtype: torch.dtype, dim: int, window: int, tokens: int)
     limit = 6e-3 if dtype == torch.bfloat16 else 1e-3
     assert relative(out, reference) < limit
     for mine, wanted in zip(gradients(out, leaves(states, far)), gradients(reference, exact), strict=True):
+        assert relative(mine, wanted) < 3 * limit
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "dim", "rotary"), [(3, 64, 16), (2, 40, 10), (12, 128, 128), (5, 96, 2)])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rotary_kernels_on_cuda(dtype: torch.dtype, heads: int, dim: int, rotary: int, rows: int) -> None:
+    """Each against `rotate_halves` in float64; angles of each row or of all, in float32 as under autocast."""
+    tokens, seen = 133, 100
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda").to(dtype)
+
+    angles = torch.rand(rows, tokens, rotary // 2, device="cuda") * 6
+    angles = torch.cat([angles, angles], -1)
+    cos, sin = angles.cos(), angles.sin()
+    wide = cos.double()[:, None], sin.double()[:, None]
+    limit = 4e-3 if dtype == torch.bfloat16 else 5e-4
+    states = draw(2, tokens, heads * 3 * dim)
+    assert rotary_kernel_available(states)
+    exact = states.double().view(2, tokens, heads, 3, dim).transpose(1, 2).unbind(3)
+    for found, x in zip(turned_queries_and_keys(states, heads, cos, sin), exact[:2], strict=True):
+        assert relative(found, rotate_halves(x, *wide)) < limit
+
+    x = draw(2, tokens, heads, 3, dim)
+    wanted = [*(rotate_halves(y, wide[0], -wide[1]) for y in x.double().transpose(1, 2).unbind(3)[:2])]
+    found = turn_in_place(x.clone(), 2, cos, sin, backwards=True)
+    assert torch.equal(found[:, :, :, 2], x[:, :, :, 2])
+    for part, one in enumerate(wanted):
+        assert relative(found[:, :, :, part].transpose(1, 2), one) < limit
+
+    key, value = draw(2, seen, heads, dim).transpose(1, 2), draw(2, heads, seen, dim)
+    joined = join_pair_gradients(key, value, tokens, cos, sin).transpose(1, 2)
+    cos, sin = (x[:, :, :seen] for x in wide)
+    assert relative(joined[:, :, :seen, 0], rotate_halves(key.double(), cos, -sin)) < limit
+    assert torch.equal(joined[:, :, :seen, 1], value)
+    assert not joined[:, :, seen:].any()
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128, 96])
+@pytest.mark.parametrize(("window", "tokens"), [(1, 333), (128, 1000), (128, 131), (200, 1537)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_projected_attention_on_cuda(dtype: torch.dtype, dim: int, window: int, tokens: int, bias: bool) -> None:
+    """From the fused projection on, against the dense formula in float64."""
+    states, far = inputs(2, 3, tokens, dim, 32, rotary=dim // 4, bias=bias, dtype=dtype, device="cuda")
+    projected = torch.stack(states, 3).transpose(1, 2).flatten(2).detach().requires_grad_()
+    assert projects_itself(projected, far, window)
+    sources = [projected, *(x for x in (far.bottleneck, far.weight, far.bias) if x is not None)]
+    out = projected_dar_attention(projected, far, window, dim**-0.5)
+    exact = [x.detach().double().requires_grad_() for x in sources]
+    cos, sin = far.cos.double(), far.sin.double()
+    query, key, value = exact[0].view(2, tokens, 3, 3, dim).transpose(1, 2).unbind(3)
+    query, key = (rotate_halves(x, cos[:, None], sin[:, None]) for x in (query, key))
+    pairs = FarPairs(*exact[1:3], exact[3] if bias else None, cos, sin).pairs()
+    reference = dense_dar_attention(query, key, value, *pairs, window, dim**-0.5)[0]
+    limit = 8e-3 if dtype == torch.bfloat16 else 1e-3
+    assert relative(out, reference) < limit
+    for mine, wanted in zip(gradients(out, sources), gradients(reference, exact), strict=True):
         assert relative(mine, wanted) < 3 * limit
 
 
