@@ -128,8 +128,6 @@ class ProxyFormerConfig(RemoteCodeConfig, PreTrainedConfig):
         if self.generation_block_size is None and self.compression_ratio is not None:
             ratio = self.compression_ratio
             self.generation_block_size = ratio if isinstance(ratio, int) else max(ratio, default=1)
-        if isinstance(self.compression_ratio, tuple):
-            self.compression_ratio = list(self.compression_ratio)
         without_rope = self.rope_parameters is None
         super().__post_init__(**kwargs)
         if without_rope:

@@ -112,8 +112,8 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
             lend = config.share_proxy_generation_weights
             self.history_layers = nn.ModuleList(
                 [
-                    ProxyHistoryLayer(config, index, self.layers[index].block if lend else None)
-                    for index in range(config.num_hidden_layers)
+                    ProxyHistoryLayer(config, index, layer.block if lend else None)  # type: ignore[arg-type]
+                    for index, layer in enumerate(self.layers)
                 ]
             )
         self.gradient_checkpointing = False
@@ -176,7 +176,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
             if history_ids is not None:
                 raise ValueError("A plain decoder (compression_ratio=None) takes its history in front of input_ids.")
             hidden, middle, cache = self._plain(input_ids, attention_mask, position_ids, cache, use_cache)
-            grid = None
+            grid: Grid | None = None
         else:
             if attention_mask is None and (cache is None or cache.get_seq_length() == 0):
                 _check_positions(position_ids)
@@ -186,7 +186,8 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
             hidden, middle, grid = self._two_streams(
                 input_ids, attention_mask, cache, history_ids, history_attention_mask, condition_states, wanted
             )
-        hidden, middle = (_columns(x, grid, input_ids.shape[1], wanted) for x in (hidden, middle))
+        hidden = _columns(hidden, grid, input_ids.shape[1], wanted)
+        middle = None if middle is None else _columns(middle, grid, input_ids.shape[1], wanted)
         return ProxyFormerModelOutput(
             last_hidden_state=self.norm(hidden),
             middle_hidden_state=None if middle is None else self.middle_norm(middle),
@@ -322,9 +323,10 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         tokens = ids.shape[1] - halo
         blocks_real = None if real is None else real[:, halo:]
         states: list[Any] = [()] * count
-        angles = [self._proxy_angles(layer, tokens, begin and begin[index]) for index, layer in enumerate(self.layers)]
-        # A causal query never sees what is only behind it.
-        shown = None if past[0] is None and self.config.proxy_interaction == "causal_attention" else blocks_real
+        angles = [
+            self._proxy_angles(layer, tokens, None if begin is None else begin[index])
+            for index, layer in enumerate(self.layers)
+        ]
         valid = [
             None if blocks_real is None else blocks_real.unflatten(1, (-1, ratio)).any(-1)
             for ratio in self.config.ratios
@@ -334,8 +336,9 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         if simple and (config.reversible_history or not torch.is_grad_enabled()):
 
             def interact(index: int, proxies: torch.Tensor | None, compressed: torch.Tensor) -> torch.Tensor:
-                found, states[index] = self.history_layers[index].interact(
-                    proxies, compressed, shown, past[index], condition, angles[index]
+                layer: Any = self.history_layers[index]
+                found, states[index] = layer.interact(
+                    proxies, compressed, blocks_real, past[index], condition, angles[index]
                 )
                 return found
 
@@ -434,6 +437,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
 
     def _store_history(self, cache: ProxyCache, result: HistoryResult, counts: list[int]) -> None:
         """Append what the history stream made of `counts[row]` tokens of each row."""
+        layer: Any
         for index, layer in enumerate(self.layers):
             stored = cache.layers[index]
             proxies = [-(-count // layer.ratio) for count in counts]
@@ -682,12 +686,8 @@ def _check_positions(position_ids: torch.Tensor | None) -> None:
         )
 
 
-def _columns(
-    hidden: torch.Tensor | None, grid: Grid | None, columns: int, wanted: torch.Tensor | None
-) -> torch.Tensor | None:
+def _columns(hidden: torch.Tensor, grid: Grid | None, columns: int, wanted: torch.Tensor | None) -> torch.Tensor:
     """Hidden states of the input's columns, from where they lie on the grid."""
-    if hidden is None:
-        return None
     places = None if grid is None else grid.places
     if wanted is not None:
         row, column = wanted.nonzero(as_tuple=True)

@@ -65,8 +65,8 @@ class RaggedBuffer:
             grown[:, :, :kept] = self.data[:, :, :kept]
             self.data = grown
         if self.even:
-            begin = self.longest - self.start
-            self.data[:, :, begin : begin + many] = new
+            end = self.longest - self.start
+            self.data[:, :, end : end + many] = new
         else:
             begin = torch.tensor(self.counts, device=new.device) - self.start
             places = begin[:, None] + torch.arange(many, device=new.device)

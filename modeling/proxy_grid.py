@@ -132,6 +132,7 @@ def make_grid(
     even = min(totals) == max(totals) and min(fill) == max(fill) and rows.ranks is None
 
     lists: list[list[int]] | None = None
+    first: list[int] | None
     if wanted is not None and highest > 0:
         lists = _needed_blocks(rows, fill, block, margin, wanted, last, keeps_last)
         if all(row == list(range(row_last + 1)) for row, row_last in zip(lists, last, strict=True)):

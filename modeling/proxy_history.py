@@ -147,6 +147,8 @@ class ProxyHistoryLayer(GradientCheckpointingLayer):
         """H̄ of Eq. 4 from the proxies of the layer before and c."""
         updated = self.update(None if self.starts_anew else proxies, compressed)
         valid = None if real is None else real.unflatten(1, (-1, self.ratio)).any(-1)
+        if past is None and isinstance(self.interaction, CausalAttentionInteraction) and self.interaction.causal:
+            valid = None  # padding is behind all real proxies, where no causal query looks
         return self.interaction(
             updated,
             past=past,

@@ -27,8 +27,10 @@ def attend_own_block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
     # Blocks go beside the batch.
     batch, heads, tokens, dim = query.shape
-    folded = (x.reshape(batch, heads, -1, width, dim).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(*folded, is_causal=True)
+    query, key, value = (
+        x.reshape(batch, heads, -1, width, dim).transpose(1, 2).flatten(0, 1) for x in (query, key, value)
+    )
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     return out.view(batch, -1, heads, width, dim).transpose(1, 2).reshape(batch, heads, tokens, dim)
 
 

@@ -86,8 +86,8 @@ def reversible_history(
     proxies: torch.Tensor | None = None
     found = []
     for index, layer in enumerate(layers):
-        before = layers[index - 1] if index else None
-        learnt = list(embed_parameters) if before is None else list(_decompressing(before).parameters())
+        before: Any = layers[index - 1] if index else None
+        learnt = list(embed_parameters) if before is None else list(before.decompress.parameters())
         learnt += list(layer.compress.parameters())
         learnt = [parameter for parameter in learnt if parameter.requires_grad]
         compressed = _Step.apply(proxies, stream, index, before, layer, embed, learnt, *learnt)
@@ -96,10 +96,6 @@ def reversible_history(
         found.append(proxies)
     assert stream.features is not None
     return found, stream.features
-
-
-def _decompressing(layer: Any) -> nn.Module:
-    return layer.decompress
 
 
 class _Step(torch.autograd.Function):
@@ -135,10 +131,10 @@ class _Step(torch.autograd.Function):
                 "A reversible history goes back through its layers once and in order: call backward() once, on a loss "
                 "that reads every layer, or set reversible_history=False."
             )
-        (proxies,) = ctx.saved_tensors if before is not None else (None,)
+        proxies: Any = ctx.saved_tensors[0] if before is not None else None
         if stream.gradient is None:
             stream.gradient = torch.zeros_like(stream.features)
-        to_proxies = None if proxies is None else torch.empty_like(proxies)
+        to_proxies: Any = None if proxies is None else torch.empty_like(proxies)
         totals: dict[int, torch.Tensor] = {}
         compress = [p for p in layer.compress.parameters() if p.requires_grad]
         other = learnt[: len(learnt) - len(compress)]

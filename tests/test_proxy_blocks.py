@@ -508,6 +508,24 @@ def test_padding_on_the_right_needs_no_mask(kind: str) -> None:
     assert (masked[valid] - plain[valid]).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("kind", ["causal_attention", "bidirectional_attention", "cross_attention"])
+def test_no_query_is_left_without_a_key(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some kernels answer such a query with NaN, others with zeros: none of them may meet one."""
+    masks: list[torch.Tensor] = []
+    original = F.scaled_dot_product_attention
+
+    def recording(*args: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
+        masks.append(attn_mask)
+        return original(*args, attn_mask=attn_mask)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recording)
+    real = torch.tensor([[True, False], [False, False], [True, True]])
+    condition = draw(BATCH, 2, CONDITION)
+    interaction(kind)(draw(BATCH, PROXIES, SIZE), valid=ragged(), condition=condition, condition_valid=real)
+    (mask,) = masks
+    assert mask.any(-1).all() and not mask.all()
+
+
 def test_masks_are_made_only_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     module, proxies = interaction("causal_attention"), draw(BATCH, PROXIES, SIZE)
     _, (key, value) = module(proxies)
