@@ -83,10 +83,9 @@ def fused_decode(layer: "DARCacheLayer", query: torch.Tensor, far: "FarPairs", s
     weight = far.weight.contiguous()
     bias = weight if far.bias is None else far.bias.contiguous()
     room = _Room(layer, query, weight, query.device)
-    step = min(128, room.size_pad)
-    _absorb_kernel[(batch * heads, triton.cdiv(room.size, step))](
+    _absorb_kernel[(batch * heads, room.steps)](
         query, weight, bias, room.absorbed, room.constant,
-        HEADS=heads, SIZE=room.size, DIM=dim, ROTARY=layer.far_rotary.shape[3], DIM_PAD=room.dim_pad, STEP=step,
+        HEADS=heads, SIZE=room.size, DIM=dim, ROTARY=room.rotary, DIM_PAD=room.dim_pad, STEP=room.step,
         HAS_BIAS=far.bias is not None, num_warps=4,
     )  # fmt: skip
     return _attend(layer, query, weight, bias, far.bias is not None, scaling, room)[:, :, None]
@@ -109,7 +108,7 @@ def fused_step(
     """
     weight = far.weight
     assert weight is not None and layer.bottlenecks is not None and layer.far_rotary is not None
-    batch, heads, rotary = states.shape[0], weight.shape[0], layer.far_rotary.shape[3]
+    batch, heads = states.shape[0], weight.shape[0]
     layer.note_step()
     key = (states.device, layer.capacity if layer.is_static else layer.count)
     found = scratch.get(key)
@@ -120,13 +119,12 @@ def fused_step(
     query, room, cos, sin = found
     bias = weight if far.bias is None else far.bias
     lengths = room.peak if layer.lengths is None else layer.lengths
-    step = min(64, room.size_pad)
-    _prepare_kernel[(batch * heads, triton.cdiv(room.size, step))](
+    _prepare_kernel[(batch * heads, room.steps)](
         states, far.bottleneck, weight, bias, cos, sin, lengths, layer.near_keys, layer.near_values,
         layer.bottlenecks, layer.far_rotary, room.absorbed, query, room.constant,
         layer.count, layer.capacity, layer.bottlenecks.shape[1],
-        HEADS=heads, SIZE=room.size, DIM=room.dim, ROTARY=rotary, RING=layer.ring, DIM_PAD=room.dim_pad,
-        HALF_PAD=triton.next_power_of_2(rotary // 2), STEP=step, HAS_BIAS=far.bias is not None,
+        HEADS=heads, SIZE=room.size, DIM=room.dim, ROTARY=room.rotary, RING=layer.ring, DIM_PAD=room.dim_pad,
+        HALF_PAD=room.half_pad, STEP=room.step, HAS_BIAS=far.bias is not None,
         RAGGED=layer.lengths is not None, SHARED=cos.shape[0] == 1, num_warps=4,
     )  # fmt: skip
     return _attend(layer, query, weight, bias, far.bias is not None, scaling, room).view(batch, 1, -1)
@@ -140,10 +138,17 @@ class _Room:
     ) -> None:
         batch, heads, dim = query.shape
         self.size, self.dim = weight.shape[2], dim
-        self.size_pad, self.dim_pad = triton.next_power_of_2(self.size), triton.next_power_of_2(dim)
+        assert layer.far_rotary is not None
+        self.rotary = rotary = layer.far_rotary.shape[3]
+        # Triton's functions for these cost as much as a small launch: once a step rather than once a layer.
+        power = triton.next_power_of_2
+        self.size_pad, self.dim_pad, self.half_pad = power(self.size), power(dim), power(rotary // 2)
+        self.head_pad, self.wide_pad = max(16, power(heads)), max(16, power(heads * rotary))
         longest = layer.capacity if layer.is_static else layer.count
         splits = max(1, min(triton.cdiv(PROGRAMS, batch), triton.cdiv(longest, 4 * TILE), 128))
-        self.splits = splits
+        self.splits, self.split_pad = splits, power(splits)
+        self.step, self.block = min(64, self.size_pad), min(32, self.dim_pad)
+        self.steps, self.blocks = triton.cdiv(self.size, self.step), triton.cdiv(dim, self.block)
         single = torch.float32
         self.absorbed = torch.empty(batch, heads, self.size, dtype=query.dtype, device=device)
         self.constant = torch.empty(batch, heads, dtype=single, device=device)
@@ -166,24 +171,20 @@ def _attend(
     batch, heads, dim = query.shape
     stored, turned = layer.bottlenecks, layer.far_rotary
     assert stored is not None and turned is not None
-    rotary = turned.shape[3]
-    head_pad = max(16, triton.next_power_of_2(heads))
     size_pad = max(16, room.size_pad)
     lengths = room.peak if layer.lengths is None else layer.lengths
     _attend_kernel[(room.splits + heads, batch)](
         room.absorbed, room.constant, query, stored, turned, layer.near_keys, layer.near_values, room.near,
         room.part, room.peak, room.mass, lengths, layer.count, stored.shape[1], scaling, room.splits,
         HEADS=heads, SIZE=room.size, WINDOW=layer.window, RING=layer.ring, DIM=dim, DIM_PAD=room.dim_pad,
-        ROTARY=rotary, HEAD_PAD=head_pad, SIZE_PAD=size_pad,
-        WIDE_PAD=max(16, triton.next_power_of_2(heads * rotary)), TILE=TILE, RAGGED=layer.lengths is not None,
-        num_warps=4 if head_pad * size_pad <= 8192 else 8, num_stages=2,
+        ROTARY=room.rotary, HEAD_PAD=room.head_pad, SIZE_PAD=size_pad, WIDE_PAD=room.wide_pad, TILE=TILE,
+        RAGGED=layer.lengths is not None, num_warps=4 if room.head_pad * size_pad <= 8192 else 8, num_stages=2,
     )  # fmt: skip
     out = torch.empty_like(query)
-    block = min(32, room.dim_pad)
-    _merge_kernel[(batch * heads, triton.cdiv(dim, block))](
+    _merge_kernel[(batch * heads, room.blocks)](
         room.part, room.near, room.peak, room.mass, weight, bias, out, room.splits,
-        HEADS=heads, SIZE=room.size, DIM=dim, BLOCK=block, STEP=min(128, room.size_pad),
-        SPLIT_PAD=triton.next_power_of_2(room.splits), HAS_BIAS=has_bias, num_warps=4,
+        HEADS=heads, SIZE=room.size, DIM=dim, BLOCK=room.block, STEP=min(128, room.size_pad),
+        SPLIT_PAD=room.split_pad, HAS_BIAS=has_bias, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -270,7 +270,8 @@ class DARModel(DARPreTrainedModel):
             position_ids = (torch.arange(tokens, device=inputs_embeds.device) + seen)[None]
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
 
-        mask, shared = None, {}
+        mask = None
+        shared: dict[str, Any] = {}
         if self.config.has_bottleneck:
             angles = self._far_angles(cache, inputs_embeds, position_ids, plan)
             shared = {"plan": plan, "angles": angles, "scratch": {}}
