@@ -247,7 +247,6 @@ class ProxyCache(Cache):
         buffer = self.layers[layer_idx].levels[0]
         return [count for count in buffer.counts for _ in range(buffer.repeats)] or [0] * self.batch
 
-    @property
     def nbytes(self) -> int:
         """Bytes of all tensors the cache holds, spare room included, features kept of compressed blocks not."""
         plain = (self.pending, self.context)

@@ -60,7 +60,9 @@ class RaggedBuffer:
         # Rows that get fewer are written over by their next ones, so that room for all of `new` is needed.
         room = max(have + many for have in self.counts) - self.start
         if room > self.data.shape[2]:
-            grown = new.new_zeros(batch, heads, max(int(room * SPARE), LEAST), dim)
+            # What comes first, a prompt, is often all there is; what is added to will be added to again.
+            size = room if not self.data.shape[2] else max(int(room * SPARE), LEAST)
+            grown = new.new_zeros(batch, heads, size, dim)
             kept = self.longest - self.start
             grown[:, :, :kept] = self.data[:, :, :kept]
             self.data = grown

@@ -84,7 +84,8 @@ def reversible_history(
     assert isinstance(first, ProxyHistoryLayer)
     stream = _LocalStream(ids, real, halo, stem_tokens, chunk_blocks * first.ratio)
     proxies: torch.Tensor | None = None
-    found = []
+    found: list[torch.Tensor] = []
+    layer: Any
     for index, layer in enumerate(layers):
         before: Any = layers[index - 1] if index else None
         learnt = list(embed_parameters) if before is None else list(before.decompress.parameters())

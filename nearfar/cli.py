@@ -1,4 +1,4 @@
-"""The `nearfar` command: `demo`, `generate`, `fit-prototypes`, and from `cli_convert` `convert`.
+"""The `nearfar` command: `demo`, `generate`, `fit-prototypes`, from `cli_convert` `convert`, from `cli_eval` `eval`.
 
 Importing this module imports neither torch nor transformers, so that `nearfar --help` answers at once; each command
 imports what it needs after its arguments have been checked.
@@ -122,6 +122,7 @@ def run_script(run: Callable[[argparse.Namespace], Any], args: argparse.Namespac
 def _build_parser() -> argparse.ArgumentParser:
     from nearfar import __version__
     from nearfar.cli_convert import add_convert  # here, because it imports this module
+    from nearfar.cli_eval import add_eval
 
     parser = _Parser(
         prog="nearfar",
@@ -135,6 +136,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_fit_prototypes(commands)
     add_convert(commands)
+    add_eval(commands)
     return parser
 
 
