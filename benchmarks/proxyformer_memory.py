@@ -44,8 +44,8 @@ from nearfar.evaluation.machine import machine_report, synchronize
 from nearfar.modeling.atomic_file import write_beside
 
 WARM_UP_STEPS = 2
-# Steps of a trial while the longest history is searched: the first also makes the optimiser's state.
-TRIAL_STEPS = 1
+# Steps of a trial while the longest history is searched: the second has the optimiser's state beside it.
+TRIAL_STEPS = 2
 # Defaults by device: the decoder's tokens, short and long history, generated tokens; then the lengths that are tried.
 SIZES = {"cuda": (20_496, 20_992, 716_800, 128), "cpu": (96, 128, 256, 16)}
 LENGTHS = {
@@ -116,6 +116,7 @@ def make_model(row: Row, args: argparse.Namespace, device: torch.device, labelle
         num_hidden_layers=args.layers,
         num_attention_heads=args.heads,
         compression_ratio=args.ratio if row.proxies else None,
+        generation_block_size=args.generation_block if row.proxies else None,
         reversible_history=row.kept == "reversible",
         auxiliary_loss_weight=args.auxiliary_loss_weight,
         # The paper's baseline: logits of all positions at once. Elsewhere a few thousand at a time.
@@ -255,6 +256,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, help="default: 8; 4 on a CPU")
     parser.add_argument("--vocabulary", type=int, help="default: 50257; 503 on a CPU")
     parser.add_argument("--ratio", type=int, help="compression ratio P (default: 64; 16 on a CPU)")
+    parser.add_argument(
+        "--generation-block", type=int, help="C, tokens (default: all generated ones, in whole proxies)"
+    )
     parser.add_argument("--auxiliary-loss-weight", type=float, default=0.3, help="of the mid-layer head, in all rows")
     parser.add_argument("--decoder-tokens", type=int, help="of the rows without history (default: 20496)")
     parser.add_argument("--short-history", type=int, help="default: 20992")
@@ -294,6 +298,8 @@ def fill_in(args: argparse.Namespace, device: torch.device) -> None:
         least = 2 if name in ("decoder_tokens", "generated_tokens") else 1
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    if args.generation_block is None:
+        args.generation_block = -(-args.generated_tokens // args.ratio) * args.ratio
     lengths = LENGTHS[kind] if args.lengths is None else args.lengths
     limit = args.longest or (16 << 20)
     args.lengths = [length for length in lengths if length <= limit]
@@ -315,7 +321,8 @@ def held_equal(args: argparse.Namespace) -> str:
     return (
         f"Held equal: one sequence, d = {args.hidden_size}, {args.layers} layers, {args.heads} heads, vocabulary "
         f"{args.vocabulary}, {kind}, AdamW{', torch.compile' if args.compile else ''}, mid-layer head "
-        f"{args.auxiliary_loss_weight:g}; ProxyFormer with P = {args.ratio}, d_h = {args.history_hidden_size}. With a "
+        f"{args.auxiliary_loss_weight:g}; ProxyFormer with P = {args.ratio}, "
+        f"C = {args.generation_block}, d_h = {args.history_hidden_size}. With a "
         f"history both predict the same {args.generated_tokens - 1} tokens. Median of {args.steps} steps"
     )
 

@@ -104,7 +104,7 @@ class ProxyFormerConfig(RemoteCodeConfig, PreTrainedConfig):
     condition_size: int | None = None
     auxiliary_loss_weight: float | int = 0.3
     reversible_history: bool = False
-    history_chunk_blocks: int = 4096
+    history_chunk_blocks: int = 2048
     loss_chunk_tokens: int = 4096
     rope_parameters: dict | None = None
     proxy_rope: bool = False

@@ -25,6 +25,7 @@ from ..configuration.configuration_proxyformer import ProxyFormerConfig
 from .cache_proxy import ProxyCache
 from .chunked_loss import chunked_cross_entropy
 from .compat import CACHE_FIELD, mask_arguments
+from .proxy_buffers import rows_tensor
 from .proxy_generation import GenerationView, ProxyFormerLayer, last_on_grid
 from .proxy_grid import Grid, Rows, join_pending, make_grid, read_rows
 from .proxy_history import STEM_TOKENS, CausalConvolution, HistoryResult, ProxyHistoryLayer
@@ -303,6 +304,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         before: list[torch.Tensor | None] | None = None,
         condition: torch.Tensor | None = None,
         begin: list[list[int]] | None = None,
+        keeps_states: bool = False,
         keeps_local: bool = False,
     ) -> HistoryResult:
         """Run the history stream over whole blocks.
@@ -315,6 +317,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
             before: for each layer the local features of the tokens before.
             condition: for the cross-attention interaction.
             begin: for each layer and row, how many proxies there are already.
+            keeps_states: whether what the interactions keep is asked for.
             keeps_local: whether the local stream at the end is asked for.
         """
         count = len(self.layers)
@@ -337,9 +340,9 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
 
             def interact(index: int, proxies: torch.Tensor | None, compressed: torch.Tensor) -> torch.Tensor:
                 layer: Any = self.history_layers[index]
-                found, states[index] = layer.interact(
-                    proxies, compressed, blocks_real, past[index], condition, angles[index]
-                )
+                found, state = layer.interact(proxies, compressed, blocks_real, past[index], condition, angles[index])
+                if keeps_states:  # this function lives until the backward pass, and with it what it can reach
+                    states[index] = state
                 return found
 
             proxies, local = reversible_history(
@@ -354,9 +357,11 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         current: torch.Tensor | None = None
         for index, layer in enumerate(self.history_layers):
             after.append(local[:, tokens - config.partition_overlap :] if config.partition_overlap else None)
-            local, current, states[index] = layer(
+            local, current, state = layer(
                 local, current, blocks_real, tails[index], past[index], condition, angles[index]
             )
+            if keeps_states:
+                states[index] = state
             found.append(current)
         return HistoryResult(found, valid, states, after, local)
 
@@ -371,7 +376,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         weight = self.embed_tokens.weight
         place = torch.arange(tokens // layer.ratio, device=weight.device)[None]
         if begin is not None:
-            place = place + torch.tensor(begin, device=weight.device)[:, None]
+            place = place + rows_tensor(begin, weight.device)[:, None]
         return self._angles((place + 1) * layer.ratio - 1, weight.dtype)
 
     def encode_history(
@@ -402,7 +407,9 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         if cache.get_seq_length() or any(cache.lengths):
             raise ValueError("encode_history needs an empty cache: call cache.reset(), or make another.")
         with torch.no_grad():
-            result, counts, _ = self._encode(history_ids, attention_mask, condition_states, cache.released.wanted)
+            result, counts, _ = self._encode(
+                history_ids, attention_mask, condition_states, True, cache.released.wanted
+            )
             cache.start(len(counts), self.config.block_size, self._stem_tokens, history_ids.device)
             self._store_history(cache, result, counts)
             rows = read_rows(history_ids, attention_mask, 0, "history_attention_mask")
@@ -416,6 +423,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         history_ids: torch.Tensor,
         mask: torch.Tensor | None,
         condition: torch.Tensor | None,
+        keeps_states: bool = False,
         keeps_local: bool = False,
     ) -> tuple[HistoryResult, list[int], torch.Tensor]:
         """The history stream over whole rows, the last block filled up with padding; counts and ids of rows."""
@@ -430,9 +438,9 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         ids, real = rows.ids, None
         if missing or len(set(rows.counts)) > 1:
             ids = F.pad(ids, (0, missing))
-            counts = torch.tensor(rows.counts, device=ids.device)
+            counts = rows_tensor(rows.counts, ids.device)
             real = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
-        result = self._history(ids, real, 0, condition=condition, keeps_local=keeps_local)
+        result = self._history(ids, real, 0, condition=condition, keeps_states=keeps_states, keeps_local=keeps_local)
         return result, rows.counts, rows.ids
 
     def _store_history(self, cache: ProxyCache, result: HistoryResult, counts: list[int]) -> None:
@@ -500,7 +508,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
             ahead = [cache.num_proxies(index) for index in range(len(self.layers))]
             lengths = [length - have for length, have in zip(cache.lengths, fill, strict=True)]
         elif history_ids is not None:
-            history, told, told_ids = self._encode(history_ids, history_mask, condition)
+            history, told, told_ids = self._encode(history_ids, history_mask, condition, max(last) > 0)
             lengths = [length for length in told for _ in range(groups)]
             ahead = [[-(-length // ratio) for length in lengths] for ratio in config.ratios]
             valid = history.valid
@@ -550,7 +558,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         even = min(last) == max(last)
         real = None
         if not even:
-            ends = torch.tensor(last, device=ids.device)[:, None] * block
+            ends = rows_tensor(last, ids.device)[:, None] * block
             real = torch.arange(tokens, device=ids.device) < ends
         if cache is None:
             return self._history(ids, real, 0, condition=condition)
@@ -559,7 +567,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
             ids, real, halo = _with_context(ids, real, cache.context)
         result = self._history(
             ids, real, halo, [layer.interaction_past() for layer in cache.layers],
-            [layer.before for layer in cache.layers], condition, ahead, cache.released.wanted,
+            [layer.before for layer in cache.layers], condition, ahead, True, cache.released.wanted,
         )  # fmt: skip
         self._store_history(cache, result, [number * block for number in last])
         return result
@@ -615,7 +623,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         step: bool,
     ) -> tuple[torch.Tensor, Grid]:
         if step:
-            numbers = torch.tensor(last, device=rows.ids.device)[:, None]
+            numbers = rows_tensor(last, rows.ids.device)[:, None]
             return rows.ids[:, :1], Grid(1, 1, None, numbers, False, True, None, None)
         retained = self.config.retained_blocks
         if torch.compiler.is_compiling():
@@ -627,10 +635,10 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         if self.config.rope_parameters is None:
             return None
         weight = self.embed_tokens.weight
-        begin = torch.tensor(lengths, device=weight.device)[:, None]
         if step:
-            positions = begin + torch.tensor(fill, device=weight.device)[:, None]
+            positions = rows_tensor([a + b for a, b in zip(lengths, fill, strict=True)], weight.device)[:, None]
         else:
+            begin = rows_tensor(lengths, weight.device)[:, None]
             place = torch.arange(grid.width, device=weight.device)
             positions = begin + (grid.numbers[:, :, None] * self.config.block_size + place).flatten(1)
         return self._angles(positions, weight.dtype)
@@ -659,7 +667,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
                 mask = valid[index]
                 found[ratio] = Visibility(valid=None if mask is None else mask.sum(1))
             else:
-                begin = torch.tensor(have, device=grid.numbers.device)[:, None]
+                begin = rows_tensor(have, grid.numbers.device)[:, None]
                 begin = begin[:1] if min(have) == max(have) else begin
                 counts = begin + grid.numbers * each
                 plain = grid.complete and not any(have)
@@ -700,7 +708,7 @@ def _columns(hidden: torch.Tensor, grid: Grid | None, columns: int, wanted: torc
 
 def _context(ids: torch.Tensor, counts: list[int], stem: int) -> torch.Tensor:
     """The last `stem` ids of each row `(batch, stem)`, -1 where there are none."""
-    place = torch.arange(stem, device=ids.device) - stem + torch.tensor(counts, device=ids.device)[:, None]
+    place = torch.arange(stem, device=ids.device) - stem + rows_tensor(counts, ids.device)[:, None]
     found = ids.gather(1, place.clamp(0, ids.shape[1] - 1))
     return torch.where(place >= 0, found, -1)
 
@@ -711,7 +719,7 @@ def _note_context(cache: Any, ids: torch.Tensor, counts: list[int]) -> None:
     if stem == 0:
         return
     joined = torch.cat([cache.context, ids], dim=1)
-    place = torch.arange(stem, device=ids.device) + torch.tensor(counts, device=ids.device)[:, None]
+    place = torch.arange(stem, device=ids.device) + rows_tensor(counts, ids.device)[:, None]
     cache.context = joined.gather(1, place)
 
 
@@ -740,7 +748,7 @@ def _note_tokens(
     begins = [number * block for number in last]
     _note_context(cache, sequence, begins)
     totals = [have + new for have, new in zip(fill, rows.counts, strict=True)]
-    place = torch.arange(block, device=sequence.device) + torch.tensor(begins, device=sequence.device)[:, None]
+    place = torch.arange(block, device=sequence.device) + rows_tensor(begins, sequence.device)[:, None]
     cache.pending = sequence.gather(1, place.clamp(max=sequence.shape[1] - 1))
     cache.fill = [total - begin for total, begin in zip(totals, begins, strict=True)]
     cache.lengths = [have + new for have, new in zip(cache.lengths, rows.counts, strict=True)]

@@ -1,11 +1,19 @@
 """Growing stores of a `ProxyCache`: rows of one batch that hold different numbers of entries."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 SPARE = 1.25  # how much more than needed is reserved
 LEAST = 16
+
+
+def rows_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """One whole number a row, `(rows,)`; without waiting for a GPU where they are equal."""
+    if values and min(values) == max(values):
+        return torch.full((len(values),), values[0], device=device)
+    return torch.tensor(values, dtype=torch.long, device=device)
 
 
 class RaggedBuffer:
@@ -44,7 +52,7 @@ class RaggedBuffer:
         """`(stored rows, longest - start)`, which entries are there; `None` if all are."""
         if self.data is None or self.even:
             return None
-        counts = torch.tensor(self.counts, device=self.data.device)
+        counts = rows_tensor(self.counts, self.data.device)
         return torch.arange(self.start, self.longest, device=self.data.device) < counts[:, None]
 
     def append(self, new: torch.Tensor, counts: list[int] | None = None) -> None:
@@ -70,7 +78,7 @@ class RaggedBuffer:
             end = self.longest - self.start
             self.data[:, :, end : end + many] = new
         else:
-            begin = torch.tensor(self.counts, device=new.device) - self.start
+            begin = rows_tensor(self.counts, new.device) - self.start
             places = begin[:, None] + torch.arange(many, device=new.device)
             self.data.scatter_(2, places[:, None, :, None].expand_as(new), new)
         self.counts = ends

@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .cache_proxy import ProxyCacheLayer
 from .proxy_block import AttentionBlock
+from .proxy_buffers import rows_tensor
 from .proxy_grid import Grid
 from .proxy_merge import ProxyMerge
 from .proxy_reading import (
@@ -60,7 +61,7 @@ class GenerationView:
         """One of the lists on a device, `(batch,)`; made once a pass."""
         key = f"{name} {device}"
         if key not in self._tensors:
-            self._tensors[key] = torch.tensor(getattr(self, name), device=device)
+            self._tensors[key] = rows_tensor(getattr(self, name), device)
         return self._tensors[key]
 
 
@@ -223,7 +224,7 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
         begin = finest.counts or [0] * len(counts)
         start: torch.Tensor | int = begin[0]
         if len(set(begin)) > 1:
-            start = torch.tensor(begin, device=proxies.device)[:, None]
+            start = rows_tensor(begin, proxies.device)[:, None]
         finest.append(torch.cat(self.project_proxies(proxies, 1, start), dim=-1), counts)
         if len(self.groups) == 1:
             return
@@ -258,7 +259,7 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
         for row, (done, more) in enumerate(zip(level.counts, added, strict=True)):
             begin = done * group - waiting.start
             fresh[row, : more * group] = waiting.data[row, 0, begin : begin + more * group]
-        start = torch.tensor(level.counts, device=fresh.device)[:, None]
+        start = rows_tensor(level.counts, fresh.device)[:, None]
         pair = self.project_proxies(self.merges[index - 1](fresh), group, start)
         level.append(torch.cat(pair, dim=-1), added)
 
@@ -298,7 +299,7 @@ def _attend_grid(
             known = view.tensor("known", key.device)
             assert grid.first is not None
             # Blocks that a pass leaves out are not there for those behind, which nobody asked for.
-            begins = torch.tensor([first == 0 for first in grid.first], device=key.device)
+            begins = rows_tensor([int(first == 0) for first in grid.first], key.device)
             known = known * begins
         out = attend_retained_blocks(query, key, value, width, retained, known)
     if layer is not None:
@@ -339,7 +340,7 @@ def _keep_last(layer: ProxyCacheLayer, key: torch.Tensor, value: torch.Tensor, v
         window = slice(last[0] * block, last[0] * block + span)
         layer.raw_keys, layer.raw_values = key[:, :, window].detach().clone(), value[:, :, window].detach().clone()
         return
-    start = torch.tensor(last, device=key.device)[:, None] * block
+    start = rows_tensor(last, key.device)[:, None] * block
     index = (start + torch.arange(span, device=key.device))[:, None, :, None].expand(-1, *_middle(key, span))
     layer.raw_keys, layer.raw_values = key.detach().gather(2, index), value.detach().gather(2, index)
 
@@ -376,7 +377,7 @@ def _attend_stored(
     if len(set(slots)) == 1:
         keys[:, :, slots[0]], values[:, :, slots[0]] = key[:, :, 0].detach(), value[:, :, 0].detach()
     else:
-        index = torch.tensor(slots, device=key.device)[:, None, None, None].expand_as(key)
+        index = rows_tensor(slots, key.device)[:, None, None, None].expand_as(key)
         keys.scatter_(2, index, key.detach())
         values.scatter_(2, index, value.detach())
     begins = [
@@ -386,6 +387,6 @@ def _attend_stored(
         part = slice(begins[0], slots[0] + 1)
         return F.scaled_dot_product_attention(query, keys[:, :, part], values[:, :, part])
     place = torch.arange(keys.shape[2], device=key.device)
-    low, high = (torch.tensor(x, device=key.device)[:, None] for x in (begins, slots))
+    low, high = (rows_tensor(x, key.device)[:, None] for x in (begins, slots))
     mask = ((place >= low) & (place <= high))[:, None, None]
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)

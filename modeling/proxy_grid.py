@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .proxy_buffers import rows_tensor
+
 
 @dataclass
 class Rows:
@@ -64,7 +66,7 @@ def join_pending(pending: torch.Tensor | None, fill: list[int], rows: Rows) -> t
         return torch.cat([pending[:, : fill[0]], rows.ids], dim=1)
     longest = max(have + new for have, new in zip(fill, rows.counts, strict=True))
     place = torch.arange(longest, device=rows.ids.device)
-    begin = torch.tensor(fill, device=rows.ids.device)[:, None]
+    begin = rows_tensor(fill, rows.ids.device)[:, None]
     old = pending.gather(1, place.clamp(max=pending.shape[1] - 1).expand(len(fill), -1))
     new = rows.ids.gather(1, (place - begin).clamp(0, rows.ids.shape[1] - 1))
     return torch.where(place < begin, old, new)
@@ -150,7 +152,7 @@ def make_grid(
         consecutive = all(row == list(range(row[0], row[0] + len(row))) for row in lists if row)
         if consecutive and margin:  # raw tokens of the block before are looked for in the grid's block before
             starts = [row[0] if row else 0 for row in lists]
-            numbers = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
+            numbers = rows_tensor(starts, device)[:, None] + torch.arange(count, device=device)
         first = [row[0] if row else 0 for row in lists] if consecutive else None
         complete = False
         places = (numbers[:, :, None] * block + torch.arange(block, device=device)).flatten(1)
@@ -160,7 +162,7 @@ def make_grid(
         where = None
     else:
         rank = torch.arange(columns, device=device)[None] if rows.ranks is None else rows.ranks
-        place = rank + torch.tensor(fill, device=device)[:, None]
+        place = rank + rows_tensor(fill, device)[:, None]
         if complete:
             where = place
         else:
@@ -185,7 +187,7 @@ def _needed_blocks(
     """Blocks of each row that hold a wanted token, and those they depend on, in order."""
     device = wanted.device
     rank = torch.arange(wanted.shape[1], device=device)[None] if rows.ranks is None else rows.ranks
-    number = (rank + torch.tensor(fill, device=device)[:, None]) // block
+    number = (rank + rows_tensor(fill, device)[:, None]) // block
     hit = torch.zeros(len(fill), max(last) + 1, dtype=torch.uint8, device=device)
     number = number.clamp(max=max(last)).expand(len(fill), -1)
     hit.scatter_reduce_(1, number, wanted.to(torch.uint8), "amax")

@@ -1,7 +1,10 @@
 """The ProxyFormer language model: what sees what, both forms of input, options, losses, gradients."""
 
+import contextlib
 import copy
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -403,3 +406,24 @@ def test_the_plain_decoder_has_the_same_size_of_stream() -> None:
     names = {name for name, _ in plain.named_parameters()}
     assert names < {name for name, _ in ours.named_parameters()}
     assert not any("history" in name or "proxy" in name for name in names)
+
+
+@pytest.mark.parametrize("reversible", [False, True])
+def test_what_only_a_cache_needs_does_not_outlive_the_forward_pass(reversible: bool) -> None:
+    """Keys and values among proxies would double what is kept of a history."""
+    model = tiny_proxyformer(reversible_history=reversible).train()
+    seen: list[weakref.ref] = []
+    layer = model.model.history_layers[0].interaction
+    plain = layer.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        seen.extend(weakref.ref(tensor) for tensor in out[1])
+        return out
+
+    layer.forward = watched
+    with torch.no_grad() if not reversible else contextlib.nullcontext():
+        out = model(ids(1, 4), labels=ids(1, 4), history_ids=ids(1, 16))
+    gc.collect()
+    assert out.loss is not None and len(seen) == 2
+    assert all(reference() is None for reference in seen)

@@ -51,7 +51,7 @@ def test_a_checkpoint_carries_its_code(tmp_path: Path) -> None:
             tmp_path / "again",
             tmp_path / "result.pt",
             cwd=tmp_path,
-        )  # fmt: skip
+        )
     )
     with torch.no_grad():
         expected = {

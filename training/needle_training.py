@@ -491,9 +491,6 @@ class _StageRunner:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batch: NeedleBatch | None = None
         self._figures: Tensor | None = None
-        self._inner: Any = getattr(getattr(objective, "model", None), "model", None)
-        if graphs:
-            self._fix_positions()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -547,27 +544,8 @@ class _StageRunner:
             self._figures = self._passes(self._batch)
         self.recorded = True
 
-    def _fix_positions(self) -> None:
-        """Compute the angles of the stage's positions once.
-
-        They are the same for all of its batches, and made from numbers on the host, which a graph cannot hold.
-        """
-        compute = getattr(self._inner, "_raw_angles", None)
-        if compute is None:
-            return
-        kept: list[Any] = []
-
-        def once(*args: Any, **kwargs: Any) -> Any:
-            if not kept:
-                kept.append(compute(*args, **kwargs))
-            return kept[0]
-
-        self._inner._raw_angles = once
-
     def close(self) -> None:
         """Let go of the graph and its memory, once it has run."""
-        if self._inner is not None:
-            self._inner.__dict__.pop("_raw_angles", None)
         for parameter in self._parameters:
             parameter.grad = None
         if self._graph is not None:
