@@ -46,6 +46,9 @@ class ProxyFormerConfig(RemoteCodeConfig, PreTrainedConfig):
             those of its own tokens.
         gate_bias: initial bias of the gates α of Eq. 20.
         proxy_query_scale: multiplies the queries that read proxies; a little above 1 sharpens very long histories.
+        proxy_sharpen_from: a number of proxies, such as a history had at most in training. A query that sees n, more
+            than this many, is multiplied by log n / log `proxy_sharpen_from`, against the dilution of its softmax;
+            it can be set on a trained model. `None`: never.
         proxy_update: U of Eq. 3: `"residual"` (Eq. 8), `"gated"`, `"concatenate"`, `"replace"`.
         proxy_interaction: F of Eq. 4. `"bidirectional_attention"` and `"cross_attention"` (to `condition_states`)
             serve where histories are given whole, as `history_ids`.
@@ -93,6 +96,7 @@ class ProxyFormerConfig(RemoteCodeConfig, PreTrainedConfig):
     separate_proxy_kv: bool = True
     gate_bias: float | int = 0.0
     proxy_query_scale: float | int = 1.0
+    proxy_sharpen_from: int | None = None
     proxy_update: Literal["residual", "gated", "concatenate", "replace"] = "residual"
     proxy_interaction: Literal[
         "causal_attention", "bidirectional_attention", "identity", "mlp", "recurrent", "cross_attention"
@@ -186,6 +190,8 @@ class ProxyFormerConfig(RemoteCodeConfig, PreTrainedConfig):
         if self.proxy_rope and self.rope_parameters is None:
             raise ValueError("proxy_rope=True needs rope_parameters, for instance {'rope_type': 'default', "
                              "'rope_theta': 10000.0}.")  # fmt: skip
+        if self.proxy_sharpen_from is not None and self.proxy_sharpen_from < 2:
+            raise ValueError(f"proxy_sharpen_from must be at least 2 proxies, got {self.proxy_sharpen_from}.")
         if not self.proxy_query_scale > 0:
             raise ValueError(f"proxy_query_scale must be above 0, got {self.proxy_query_scale}.")
         if self.has_proxies:

@@ -84,6 +84,7 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
             return
         self.ratio = config.ratios[layer_idx]
         self.query_scale = float(config.proxy_query_scale)
+        self.sharpen_from = config.proxy_sharpen_from
         self.proxy_gate = nn.Linear(config.hidden_size, heads)
         self.has_own_projections = config.separate_proxy_kv
         if self.has_own_projections:
@@ -167,7 +168,7 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
             levels = layer.proxy_levels(self.groups)
             if levels is None:
                 return None
-            return read_proxies(query, levels, seen, view.grid.width, self.distances)
+            return read_proxies(query, levels, seen, view.grid.width, self.distances, self.sharpen_from)
         if proxies is None:
             return None
         if view.recomputes and torch.is_grad_enabled():
@@ -186,7 +187,7 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
                 whole = proxies.shape[1] // group * group
                 merged = self.merges[index - 1](proxies[:, :whole])
             levels.append(ProxyLevel(*self.project_proxies(merged, group), group))
-        return read_proxies(query, levels, seen, width, self.distances)
+        return read_proxies(query, levels, seen, width, self.distances, self.sharpen_from)
 
     def project_proxies(
         self, proxies: torch.Tensor, group: int = 1, start: torch.Tensor | int = 0

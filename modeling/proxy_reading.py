@@ -4,6 +4,7 @@ Queries lie on a grid of blocks, `(batch, heads, blocks · width, head dim)`. Ra
 two separate softmaxes, whose results a gate adds up. A query that sees no proxy reads exactly zero.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -109,6 +110,7 @@ def read_proxies(
     seen: Visibility,
     width: int,
     distances: list[int] | None = None,
+    sharpen_from: int | None = None,
 ) -> torch.Tensor:
     """Attention of the generation stream to proxies; zero where a query sees none.
 
@@ -119,17 +121,37 @@ def read_proxies(
         seen: see there.
         width: tokens a block.
         distances: for each level but the first, from how many proxies (of the finest level) back it is read.
+        sharpen_from: queries that see n proxies, more than this many, are multiplied by log n / log `sharpen_from`.
 
     Returns:
         `(batch, heads, blocks · width, head dim)`.
     """
     first = levels[0]
+    if sharpen_from is not None:
+        query = query * _sharpness(query, first, seen, width, sharpen_from)
     if len(levels) == 1 and first.start == 0:
         if seen.counts is None and seen.valid is None:
             return _read_all(query, first.key, first.value)
         if seen.step == 1 and query.shape[0] == first.key.shape[0]:
             return _read_block_causal(query, first.key, first.value, width)
     return _read_masked(query, levels, seen, width, distances or [])
+
+
+def _sharpness(
+    query: torch.Tensor, finest: ProxyLevel, seen: Visibility, width: int, reference: int
+) -> torch.Tensor | float:
+    """What queries `(batch, heads, blocks · width, head dim)` are multiplied by, a number or broadcastable to them.
+
+    Among n proxies that have nothing to do with a query, the one that has needs a score higher by log n.
+    """
+    if seen.counts is not None:
+        counts = seen.counts.repeat_interleave(width, dim=1)
+    elif seen.valid is not None:
+        counts = seen.valid.repeat_interleave(query.shape[0] // seen.valid.shape[0])[:, None]
+    else:
+        return max(1.0, math.log(max(1, finest.start + finest.key.shape[2])) / math.log(reference))
+    factor = (counts.clamp(min=1).double().log() / math.log(reference)).clamp(min=1.0)
+    return factor[:, None, :, None].to(query.dtype)
 
 
 def _read_all(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -477,7 +477,10 @@ def load_model(source: str, device: torch.device, dtype: torch.dtype) -> PreTrai
 
 @contextmanager
 def _loading(source: str) -> Iterator[None]:
-    """Name what could not be loaded; the libraries' own messages do not always."""
+    """Know nearfar's models, and name what could not be loaded; the libraries' own messages do not always."""
+    from nearfar.auto_classes import register
+
+    register()
     try:
         yield
     except (OSError, ValueError) as error:

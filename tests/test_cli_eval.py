@@ -1,10 +1,17 @@
 """`nearfar eval`: what it prints and writes, and one clear line for whatever is wrong."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from proxyformer_models import tiny_proxyformer
 from tiny_texts import english, save_tiny_checkpoint
+from transformers import AutoTokenizer
 
 from nearfar import cli, cli_eval
 
@@ -133,3 +140,22 @@ def test_positions_may_be_left_behind(checkpoint: str, text_file: str, tmp_path:
     command = ["eval", "needles", checkpoint, "--text", text_file, "--out", str(tmp_path), *SMALL, "--quick"]
     assert cli.main([*command, "--lengths", "4100", "--needles", "1", "--beyond-positions"]) == 0
     assert json.loads((tmp_path / "needles.json").read_text())["lengths"]["4100"]["asked"] == 1
+
+
+def test_our_own_models_load_without_trusting_their_code(text_file: str, checkpoint: str, tmp_path: Path) -> None:
+    """In a fresh process, where nothing has made transformers know them yet."""
+    folder = tmp_path / "proxyformer"
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    vocabulary = len(AutoTokenizer.from_pretrained(checkpoint))
+    tiny_proxyformer(vocab_size=vocabulary, dtype=torch.float32).save_pretrained(folder)
+    command = [sys.executable, "-m", "nearfar", "eval", "needles", str(folder), *SMALL, "--text", text_file, "--quick"]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "needles.json").read_text())["lengths"]["600"]["asked"] == 10

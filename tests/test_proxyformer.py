@@ -40,8 +40,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "affine injection": {"injection": "affine"},
     "attention injection": {"injection": "cross_attention"},
     "wide proxies": {"proxy_hidden_size": 64},
-    "one level": {"compression_factors": [4], "compression_widths": [8, 32]},
+    "two levels": {"compression_factors": [2, 2], "compression_widths": [8, 16, 32]},
     "query scale": {"proxy_query_scale": 1.5},
+    "sharpened": {"proxy_sharpen_from": 2},
 }
 
 
@@ -104,23 +105,20 @@ def _look_up(model: ProxyFormerForCausalLM, embedded: torch.Tensor, history: tor
         model.model.history_embed_tokens = Table(history)
 
 
-def test_an_option_changes_the_logits_and_only_where_it_should() -> None:
-    tokens = ids(1, 22)
-    base = tiny_proxyformer()
-    first = base(tokens, use_cache=False).logits
-    for name, change in (
-        ("proxy_query_scale", 1.5),
-        ("retained_blocks", 1),
-        ("rope_parameters", ROPE),
-    ):
-        config = tiny_proxyformer_config(**{name: change})
-        model = ProxyFormerForCausalLM(config).double().eval()
-        model.load_state_dict(base.state_dict())
-        other = model(tokens, use_cache=False).logits
-        same = (first - other).abs().amax(-1)[0] < 1e-12
-        assert not same.all(), name
-        # In the first block there is no proxy and no block before.
-        assert same[:4].all() or name == "rope_parameters"
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "plain"])
+def test_an_option_changes_the_logits_and_only_where_it_should(name: str) -> None:
+    """With the same weights wherever there are the same."""
+    tokens = ids(1, 30)
+    base, model = tiny_proxyformer(), tiny_proxyformer(**OPTIONS[name])
+    known = base.state_dict()
+    same = {n: known[n] for n, p in model.state_dict().items() if n in known and known[n].shape == p.shape}
+    model.load_state_dict(same, strict=False)
+    change = (base(tokens, use_cache=False).logits - model(tokens, use_cache=False).logits).abs().amax(-1)[0]
+    assert change[16:].max() > 1e-6
+    if name == "rope" or name == "rope on proxies":
+        assert change[0] < 1e-12  # one token alone
+    else:
+        assert change[:4].max() < 1e-12  # in the first block there is neither a proxy nor a block before
 
 
 def test_no_proxies_read_exactly_nothing() -> None:
@@ -158,6 +156,25 @@ def test_a_dense_softmax_gives_the_same() -> None:
     hidden = layer.block.finish(hidden, out.transpose(1, 2).flatten(2))
     expected = model.lm_head(model.model.norm(hidden))
     assert (model(tokens, use_cache=False).logits - expected).abs().max() < 1e-10
+
+
+def test_queries_of_long_histories_are_sharpened() -> None:
+    model, sharp = tiny_proxyformer(), tiny_proxyformer(proxy_sharpen_from=3)
+    tokens = ids(2, 30)
+    plain, other = (m(tokens, use_cache=False).logits for m in (model, sharp))
+    assert torch.equal(plain[:, :16], other[:, :16])  # at most three proxies are seen
+    assert (plain[:, 16:] - other[:, 16:]).abs().amax(-1).min() > 0
+    # Six proxies, of a history given whole, of rows of unequal length, and stepping: the factor is log 6 / log 3.
+    history, query = ids(2, 24, 1), ids(2, 3, 2)
+    scaled = tiny_proxyformer(proxy_query_scale=math.log(6) / math.log(3))
+    expected = scaled(query, history_ids=history, use_cache=False).logits
+    assert (sharp(query, history_ids=history, use_cache=False).logits - expected).abs().max() < 1e-10
+    mask = torch.ones_like(history)
+    mask[1, 9:] = 0
+    ragged = sharp(query, history_ids=history, history_attention_mask=mask, use_cache=False).logits
+    assert (ragged[:1] - expected[:1]).abs().max() < 1e-10
+    unscaled = model(query[1:], history_ids=history[1:, :9], use_cache=False).logits
+    assert (ragged[1:] - unscaled).abs().max() < 1e-10
 
 
 # --- two-input form --------------------------------------------------------------------------------------------------
@@ -362,6 +379,7 @@ def test_a_reversible_history_keeps_at_most_400_bytes_a_token() -> None:
         ({"distance_ratios": [[8, 6]]}, "ratios of distance_ratios"),
         ({"distance_ratios": [[16, 8], [8, 16]]}, "distances of distance_ratios"),
         ({"proxy_query_scale": 0.0}, "proxy_query_scale"),
+        ({"proxy_sharpen_from": 1}, "proxy_sharpen_from"),
         ({"injection": "cross_attention", "history_hidden_size": 32}, "key-value slots"),
         ({"proxy_update": "sum"}, "proxy_update"),
         ({"proxy_interaction": "convolution"}, "proxy_interaction"),
