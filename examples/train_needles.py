@@ -387,6 +387,8 @@ def resolve(options: argparse.Namespace) -> None:
         raise ValueError("give --text or --dataset")
     if options.steps is not None and options.seconds is not None:
         raise ValueError("give --steps or --seconds")
+    if options.eval_needles is not None and options.eval_needles < 1:
+        raise ValueError(f"--eval-needles must be at least 1, got {options.eval_needles}")
     for name in (
         "hidden_size", "layers", "compression_ratio", "vocabulary", "tokenizer_characters", "background_tokens",
         "eval_documents",
@@ -400,7 +402,7 @@ def resolve(options: argparse.Namespace) -> None:
     options.cpu = options.cpu or not torch.accelerator.is_available()
     options.bf16 = not options.cpu if options.bf16 is None else options.bf16
     options.data = options.data or options.output / "data"
-    options.needles = options.eval_needles or options.plan_object.stages[-1].needles
+    options.needles = options.plan_object.stages[-1].needles if options.eval_needles is None else options.eval_needles
     options.training = NeedleTraining(
         seconds=options.seconds,
         seed=options.seed,
@@ -424,6 +426,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.command = shlex.join(["train_needles.py", *(sys.argv[1:] if argv is None else argv)])
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # of loading and saving weights
+    if options.threads is not None and options.threads < 1:
+        parser.error(f"--threads must be at least 1, got {options.threads}")
     if options.threads:
         torch.set_num_threads(options.threads)
     state = PartialState(cpu=options.cpu or not torch.accelerator.is_available())

@@ -29,6 +29,10 @@ class RaggedBuffer:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
         self.data: torch.Tensor | None = None
         self.counts: list[int] = []
         self.start = 0
@@ -63,6 +67,7 @@ class RaggedBuffer:
         if self.data is None:
             self.counts = [0] * batch
             self.data = new.new_zeros(batch, heads, 0, dim)
+        new = new.to(self.data.dtype)
         added = [many] * batch if counts is None else counts
         ends = [have + more for have, more in zip(self.counts, added, strict=True)]
         # Rows that get fewer are written over by their next ones, so that room for all of `new` is needed.

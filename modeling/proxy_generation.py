@@ -97,8 +97,7 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
         self.distances = [distance // self.ratio for distance, _ in pairs]
         self.groups = [1, *(ratio // self.ratio for _, ratio in pairs)]
         self.merges = nn.ModuleList([ProxyMerge(group, config.proxy_size) for group in self.groups[1:]])
-        self.turns_proxies = config.proxy_rope
-        self.rope_parameters = config.rope_parameters
+        self.config = config
 
     def forward(
         self,
@@ -212,14 +211,15 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
             key = block.k_norm(block.split_heads(block.k_proj(normed)))
             value = block.split_heads(block.v_proj(normed))
         key, value = key.transpose(1, 2), value.transpose(1, 2)
-        if self.turns_proxies:
+        if self.config.proxy_rope:
             place = torch.arange(proxies.shape[1], device=proxies.device)[None] + start
             positions = (place + 1) * group * self.ratio - 1
-            key = RotaryAngles(self.rope_parameters, positions, key.shape[-1], key.dtype).rotate(key)
+            key = RotaryAngles(self.config.rope_parameters, positions, key.shape[-1], key.dtype).rotate(key)
         return key, value
 
     def store_proxies(self, proxies: torch.Tensor, counts: list[int], layer: ProxyCacheLayer) -> None:
         """Append proxies to a cache: the first `counts[row]` of H̄ `(batch, proxies, d_proxy)`."""
+        proxies = proxies.to(self.proxy_gate.weight.device)  # a model's two streams may lie on several
         finest = layer.levels[0]
         finest.own_rows()
         begin = finest.counts or [0] * len(counts)
@@ -248,7 +248,7 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
         """Append to a coarser level what has become whole groups of it."""
         level, waiting = layer.levels[index], layer.unmerged
         assert waiting.data is not None
-        batch, _, _, size = waiting.data.shape
+        batch, size = waiting.data.shape[0], waiting.data.shape[3]
         if level.data is None:
             heads, width = self.block.heads, 2 * self.block.head_dim
             level.append(waiting.data.new_zeros(batch, heads, 0, width))
@@ -256,11 +256,11 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
         added = [have // group - done for have, done in zip(waiting.counts, level.counts, strict=True)]
         if not any(added):
             return
-        fresh = waiting.data.new_zeros(batch, max(added) * group, size)
-        for row, (done, more) in enumerate(zip(level.counts, added, strict=True)):
-            begin = done * group - waiting.start
-            fresh[row, : more * group] = waiting.data[row, 0, begin : begin + more * group]
-        start = rows_tensor(level.counts, fresh.device)[:, None]
+        start = rows_tensor(level.counts, waiting.data.device)[:, None]
+        # Rows that get fewer groups than others read on behind their end, and what comes of it is not counted.
+        place = start * group - waiting.start + torch.arange(max(added) * group, device=start.device)
+        place = place.clamp(0, waiting.data.shape[2] - 1)[..., None].expand(-1, -1, size)
+        fresh = waiting.data[:, 0].gather(1, place)
         pair = self.project_proxies(self.merges[index - 1](fresh), group, start)
         level.append(torch.cat(pair, dim=-1), added)
 
@@ -295,8 +295,8 @@ def _attend_grid(
             known = torch.zeros(1, dtype=torch.long, device=key.device)
         else:
             assert layer.raw_keys is not None and layer.raw_values is not None
-            key = torch.cat([layer.raw_keys[:, :, :before], key], dim=2)
-            value = torch.cat([layer.raw_values[:, :, :before], value], dim=2)
+            key = torch.cat([layer.raw_keys[:, :, :before].to(key.dtype), key], dim=2)
+            value = torch.cat([layer.raw_values[:, :, :before].to(value.dtype), value], dim=2)
             known = view.tensor("known", key.device)
             assert grid.first is not None
             # Blocks that a pass leaves out are not there for those behind, which nobody asked for.
@@ -323,7 +323,7 @@ def _with_stored(new: torch.Tensor, stored: torch.Tensor, view: GenerationView) 
     place = torch.arange(width, device=new.device)
     numbers = grid.numbers[:, :1].to(new.device)
     there = (place < view.tensor("fill", new.device)[:, None]) & (numbers == 0)
-    first = torch.where(there[:, None, :, None], stored[:, :, :width], new[:, :, :width])
+    first = torch.where(there[:, None, :, None], stored[:, :, :width].to(new.dtype), new[:, :, :width])
     return torch.cat([first, new[:, :, width:]], dim=2)
 
 
@@ -333,7 +333,7 @@ def _keep_last(layer: ProxyCacheLayer, key: torch.Tensor, value: torch.Tensor, v
     assert layer.raw_keys is not None and layer.raw_values is not None
     if grid.blocks == 1:  # it is the current block still
         for stored, fresh in ((layer.raw_keys, key), (layer.raw_values, value)):
-            stored[:, :, : fresh.shape[2]] = fresh.detach()
+            stored[:, :, : fresh.shape[2]] = fresh.detach().to(stored.dtype)
         return
     last = last_on_grid(view.grid, view.last)
     span = (view.retained + 1) * block
@@ -379,15 +379,17 @@ def _attend_stored(
         keys[:, :, slots[0]], values[:, :, slots[0]] = key[:, :, 0].detach(), value[:, :, 0].detach()
     else:
         index = rows_tensor(slots, key.device)[:, None, None, None].expand_as(key)
-        keys.scatter_(2, index, key.detach())
-        values.scatter_(2, index, value.detach())
+        keys.scatter_(2, index, key.detach().to(keys.dtype))
+        values.scatter_(2, index, value.detach().to(values.dtype))
     begins = [
         before - block * min(view.retained, known + last) for known, last in zip(view.known, view.last, strict=True)
     ]
     if len(set(slots)) == 1 and len(set(begins)) == 1:
         part = slice(begins[0], slots[0] + 1)
-        return F.scaled_dot_product_attention(query, keys[:, :, part], values[:, :, part])
+        return F.scaled_dot_product_attention(
+            query, keys[:, :, part].to(query.dtype), values[:, :, part].to(query.dtype)
+        )
     place = torch.arange(keys.shape[2], device=key.device)
     low, high = (rows_tensor(x, key.device)[:, None] for x in (begins, slots))
     mask = ((place >= low) & (place <= high))[:, None, None]
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+    return F.scaled_dot_product_attention(query, keys.to(query.dtype), values.to(query.dtype), attn_mask=mask)

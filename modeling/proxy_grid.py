@@ -48,9 +48,14 @@ def read_rows(ids: torch.Tensor, mask: torch.Tensor | None, seen: int = 0, name:
         raise ValueError(
             f"{name} must have shape ({batch}, {columns}){cached}, one number a token, got {tuple(mask.shape)}."
         )
-    real = mask[:, mask.shape[1] - columns :].bool()
-    if torch.compiler.is_compiling() or bool(real.all()):
-        # A compiled graph cannot look at values: rows are taken to be full.
+    return _without_padding(ids, mask[:, mask.shape[1] - columns :].bool())
+
+
+@torch.compiler.disable
+def _without_padding(ids: torch.Tensor, real: torch.Tensor) -> Rows:
+    """`read_rows` where there may be padding; shapes depend on values, which no graph can hold."""
+    batch, columns = ids.shape
+    if bool(real.all()):
         return Rows(ids, [columns] * batch)
     counts = real.sum(1).tolist()
     order = torch.argsort(~real, dim=1, stable=True)[:, : max(1, *counts)]
@@ -140,7 +145,7 @@ def make_grid(
         if all(row == list(range(row_last + 1)) for row, row_last in zip(lists, last, strict=True)):
             lists = None
     if lists is None:
-        width = block if highest or full_width else max(totals)
+        width = block if highest or full_width else max(1, *totals)
         numbers = torch.arange(highest + 1, device=device)[None]
         first, complete, tokens = [0] * batch, True, None
     else:
@@ -156,15 +161,16 @@ def make_grid(
         first = [row[0] if row else 0 for row in lists] if consecutive else None
         complete = False
         places = (numbers[:, :, None] * block + torch.arange(block, device=device)).flatten(1)
-        tokens = places.clamp(max=max(totals) - 1)
+        tokens = places.clamp(max=max(0, max(totals) - 1))
 
     if wanted is None and even and fill[0] == 0:
         where = None
     else:
         rank = torch.arange(columns, device=device)[None] if rows.ranks is None else rows.ranks
-        place = rank + rows_tensor(fill, device)[:, None]
+        # Columns of a row without real tokens may lie behind its last place, and have no meaning.
+        place = (rank + rows_tensor(fill, device)[:, None]).clamp(max=(highest + 1) * block - 1)
         if complete:
-            where = place
+            where = place.clamp(max=numbers.shape[1] * width - 1)
         else:
             table = torch.zeros(numbers.shape[0], highest + 2 + numbers.shape[1], dtype=torch.long, device=device)
             # Backwards, so that of a block that is there twice the first is found.

@@ -94,14 +94,14 @@ class Visibility:
     Args:
         counts: `(batch or 1, blocks)`, how many of the first proxies the queries of each block see; `None` where all
             queries see all proxies.
+        valid: `(histories,)`, proxies of each history, where these differ and `counts` is `None`.
         step: the blocks are all those of a row in order, and each sees `step` more than the one before, the first
             none; 0 where that is not so.
-        valid: `(histories,)`, proxies of each history, where these differ and `counts` is `None`.
     """
 
     counts: torch.Tensor | None = None
-    step: int = 0
     valid: torch.Tensor | None = None
+    step: int = 0
 
 
 def read_proxies(
@@ -126,6 +126,10 @@ def read_proxies(
     Returns:
         `(batch, heads, blocks · width, head dim)`.
     """
+    dtype, device = query.dtype, query.device
+    if levels[0].key.dtype != dtype:  # a cache filled under autocast, read outside it
+        levels = [ProxyLevel(x.key.to(dtype), x.value.to(dtype), x.group, x.start) for x in levels]
+    seen = Visibility(*(None if x is None else x.to(device) for x in (seen.counts, seen.valid)), step=seen.step)
     first = levels[0]
     if sharpen_from is not None:
         query = query * _sharpness(query, first, seen, width, sharpen_from)

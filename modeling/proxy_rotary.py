@@ -27,7 +27,7 @@ class RotaryAngles:
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Turn `(batch, heads, tokens, head dim)`."""
-        return rotate_halves(x, self.cos, self.sin)
+        return rotate_halves(x, self.cos.to(x.device), self.sin.to(x.device))
 
     def turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`rotate`, for callers that also name the positions, which must be these."""

@@ -91,9 +91,8 @@ def test_options_with_rows_of_unequal_length(options: dict[str, Any]) -> None:
     model = tiny_proxyformer(**options)
     tokens, mask = padded([19, 6, 11], left=True)
     _, cache = cached(model, tokens, attention_mask=mask)
-    more, ones = ids(3, 14, 5), torch.ones(3, 14, dtype=torch.long)
+    more = ids(3, 14, 5)
     steps = torch.cat([cached(model, more[:, t : t + 1], cache)[0] for t in range(14)], dim=1)
-    assert ones.shape == more.shape
     for row, length in enumerate([19, 6, 11]):
         alone = torch.cat([tokens[row, 19 - length :], more[row]])[None]
         assert (steps[row] - model(alone, use_cache=False).logits[0, length:]).abs().max() < 1e-10
@@ -287,6 +286,44 @@ def test_assisted_decoding_is_refused_clearly() -> None:
     model = tiny_proxyformer()
     with pytest.raises(ValueError, match=r"assisted|draft"):
         model.generate(ids(1, 9), assistant_model=tiny_proxyformer(seed=1), max_new_tokens=4)
+
+
+@torch.no_grad()
+def test_rows_that_are_over_while_others_go_on() -> None:
+    """Also where nothing real is left at all, and where a row is exactly one block long."""
+    model = tiny_proxyformer()
+    tokens, mask = padded([9, 4], left=False)
+    _, cache = cached(model, tokens[:, :4], attention_mask=mask[:, :4])
+    found, _ = cached(model, tokens[:, 4:], cache, attention_mask=mask)
+    expected = model(tokens[:1], use_cache=False).logits[0, 4:]
+    assert (found[0] - expected).abs().max() < 1e-10 and torch.isfinite(found).all()
+    nothing = torch.zeros(2, 3, dtype=torch.long)
+    found, _ = cached(model, nothing, cache, attention_mask=nothing)
+    assert torch.isfinite(found).all()
+    assert torch.isfinite(model(nothing, attention_mask=nothing, use_cache=False).logits).all()
+    assert cache.lengths == [9, 4]
+
+
+@torch.no_grad()
+def test_a_cache_filled_in_another_dtype_is_read() -> None:
+    model = tiny_proxyformer(dtype=torch.float32, retained_blocks=1)
+    tokens = ids(1, 22)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, cache = cached(model, tokens[:, :14])
+    after = torch.cat([cached(model, part, cache)[0] for part in tokens[:, 14:].split([1, 3, 1, 3], dim=1)], dim=1)
+    expected = model(tokens, use_cache=False).logits[:, 14:]
+    assert (after - expected).norm() / expected.norm() < 0.1
+
+
+@torch.no_grad()
+def test_what_overlap_cannot_hold_is_refused_before_anything_is_stored() -> None:
+    model = tiny_proxyformer(partition_overlap=2)
+    tokens, mask = padded([13, 6], left=True)
+    cache = ProxyCache(model)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        cached(model, tokens, cache, attention_mask=mask)
+    assert cache.num_proxies() == [0, 0]
+    assert model(tokens, attention_mask=mask, use_cache=False).logits.isfinite().all()
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import copy
 import gc
 import math
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,6 +232,64 @@ def test_bidirectional_and_cross_attention_serve_whole_histories() -> None:
         model(query, history_ids=history, use_cache=False)
 
 
+@pytest.mark.parametrize("ratios", [[2, 4, 4], [4, 2, 4], [2, 4, 2]])
+@pytest.mark.parametrize("block", [4, 8])
+@torch.no_grad()
+def test_histories_of_odd_length_with_ratios_by_layer(ratios: list[int], block: int) -> None:
+    """A layer of small ratio has proxies of nothing in a block that is filled up."""
+    model = tiny_proxyformer(compression_ratio=ratios, generation_block_size=block)
+    for length in range(1, 10):
+        history, query = ids(2, length, 1), ids(2, 3 + block, 2)
+        one_pass = model(query, history_ids=history, use_cache=False).logits
+        cached = model(query, cache=model.encode_history(history)).logits
+        assert (one_pass - cached).abs().max() < 1e-10, length
+
+
+def test_proxies_that_see_later_ones_are_refused_in_the_plain_form() -> None:
+    model = tiny_proxyformer(proxy_interaction="bidirectional_attention")
+    with pytest.raises(ValueError, match="histories given whole"):
+        model(ids(1, 9), use_cache=False)
+    with pytest.raises(ValueError, match="histories given whole"):
+        model(ids(1, 9), history_ids=ids(1, 4), use_cache=False)
+
+
+@torch.no_grad()
+def test_hidden_states_are_of_the_input_s_columns() -> None:
+    model = tiny_proxyformer()
+    tokens = ids(1, 10)
+    alone = model(tokens, use_cache=False, output_hidden_states=True).hidden_states
+    assert [tuple(x.shape) for x in alone] == [(1, 10, 32)] * 4
+    assert torch.equal(model.lm_head(alone[-1]), model(tokens, use_cache=False).logits)
+    left = torch.cat([torch.zeros(1, 3, dtype=torch.long), tokens], dim=1)
+    mask = (torch.arange(13) >= 3).long()[None]
+    padded = model(left, attention_mask=mask, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+    assert padded.logits.shape == (1, 1, 61)
+    for one, other in zip(alone, padded.hidden_states, strict=True):
+        assert (one - other[:, 3:]).abs().max() < 1e-10
+
+
+def test_both_embeddings_are_resized(tmp_path: Path) -> None:
+    model = tiny_proxyformer(dtype=torch.float32)
+    model.resize_token_embeddings(70, mean_resizing=False)
+    assert model.model.history_embed_tokens.weight.shape == (70, 8)
+    tokens = torch.full((1, 9), 69)
+    expected = model(tokens, use_cache=False).logits
+    assert expected.shape == (1, 9, 70)
+    model.save_pretrained(tmp_path)
+    again = ProxyFormerForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.allclose(again(tokens, use_cache=False).logits, expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_compiled_rows_keep_their_padding() -> None:
+    model = tiny_proxyformer(num_hidden_layers=2)
+    tokens, mask = ids(2, 11), torch.ones(2, 11, dtype=torch.long)
+    mask[0, :4] = 0
+    expected = model(tokens, attention_mask=mask, use_cache=False).logits
+    compiled = torch.compile(model, backend="eager")(tokens, attention_mask=mask, use_cache=False).logits
+    assert (expected - compiled)[mask.bool()].abs().max() < 1e-10
+
+
 # --- losses and gradients --------------------------------------------------------------------------------------------
 
 
@@ -288,6 +347,55 @@ def test_no_labels_at_all_give_zero_and_no_nan() -> None:
     loss, found = gradients(model, input_ids=tokens, labels=torch.full_like(tokens, -100))
     assert loss == 0.0
     assert all(torch.isfinite(g).all() for g in found.values())
+
+
+def test_gradients_reach_everything_in_eval_mode_too() -> None:
+    model = tiny_proxyformer()
+    tokens = ids(2, 22)
+    model(tokens, labels=tokens).loss.backward()
+    # Of the auxiliary head there is no loss in eval mode.
+    assert [n for n, p in model.named_parameters() if p.grad is None] == ["model.middle_norm.weight"]
+
+
+def test_a_head_that_is_no_plain_matrix_is_called() -> None:
+    """Adapters and hooks have a say in the loss, not in the logits alone."""
+    model = tiny_proxyformer(loss_chunk_tokens=5).train()
+    tokens = ids(2, 19)
+    expected, plain = gradients(model, input_ids=tokens, labels=tokens)
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 1.0)
+    loss, found = gradients(model, input_ids=tokens, labels=tokens)
+    assert abs(loss - expected) < 1e-10
+    assert_same_gradients(plain, found)
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 2.0)
+    assert abs(model(tokens, labels=tokens).loss.item() - expected) > 1e-3
+
+
+def test_logits_in_training_where_a_trainer_wants_them() -> None:
+    tokens = ids(2, 19)
+    some, every = tiny_proxyformer().train(), tiny_proxyformer(logits_in_training=True).train()
+    without, with_logits = (model(tokens, labels=tokens) for model in (some, every))
+    assert without.logits is None and with_logits.logits.shape == (2, 19, 61)
+    assert abs(without.loss.item() - with_logits.loss.item()) < 1e-10
+
+
+def test_dropout_in_a_reversible_history_is_refused() -> None:
+    model = tiny_proxyformer(reversible_history=True).train()
+    model.model.history_layers[0].compress.add_module("dropout", torch.nn.Dropout(0.1))
+    with pytest.raises(ValueError, match="dropout"):
+        model(ids(1, 9), labels=ids(1, 9))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@torch.no_grad()
+def test_hooks_of_history_layers_run_without_gradients_too(hooked: bool) -> None:
+    model = tiny_proxyformer()
+    tokens, seen = ids(1, 12), []
+    expected = model(tokens, use_cache=False).logits
+    if hooked:
+        for layer in model.model.history_layers:
+            layer.register_forward_pre_hook(lambda *_: seen.append(1))
+    assert (model(tokens, use_cache=False).logits - expected).abs().max() < 1e-10
+    assert len(seen) == (3 if hooked else 0)
 
 
 @pytest.mark.parametrize("options", [{}, {"history_stem_layers": 0}, {"history_chunk_blocks": 2}, {"vocab_size": 80}])
@@ -404,6 +512,19 @@ def test_a_configuration_that_cannot_be_is_refused(changes: dict[str, Any], mess
         ({"input_ids": ids(1, 4), "labels": ids(1, 3)}, "labels"),
         ({"input_ids": ids(1, 4), "position_ids": torch.tensor([[0, 1, 0, 1]])}, "pack"),
         ({"input_ids": ids(1, 0)}, "at least one token"),
+        ({"input_ids": ids(0, 4)}, "at least one token"),
+        ({"input_ids": ids(1, 4), "labels": torch.full((1, 4), 99)}, "labels must lie"),
+        ({"input_ids": ids(1, 4), "history_attention_mask": ids(1, 4)}, "history_ids, which are missing"),
+        ({"input_ids": ids(1, 4), "condition_states": torch.zeros(1, 2, 3)}, "condition_states"),
+        ({"input_ids": ids(1, 4), "cu_seq_lens_q": torch.tensor([0, 2, 4])}, "packs"),
+        (
+            {
+                "input_ids": ids(1, 4),
+                "attention_mask": torch.ones(1, 4),
+                "position_ids": torch.tensor([[0, 1, 0, 1]]),
+            },
+            "pack",
+        ),
     ],
 )
 def test_bad_input_is_refused(inputs: dict[str, Any], message: str) -> None:

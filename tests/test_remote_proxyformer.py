@@ -42,7 +42,9 @@ def test_a_checkpoint_carries_its_code(tmp_path: Path) -> None:
     )
     model.save_pretrained(tmp_path / "model")
     generator = torch.Generator().manual_seed(0)
-    given = {"ids": torch.randint(3, 61, (2, 27), generator=generator), "query": torch.randint(3, 61, (2, 5))}
+    given = {
+        name: torch.randint(3, 61, (2, length), generator=generator) for name, length in (("ids", 27), ("query", 5))
+    }
     torch.save(given, tmp_path / "ids.pt")
     finish(
         start(

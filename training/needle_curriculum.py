@@ -5,7 +5,7 @@ A plan is data: stages that share weights and optimiser state, and how these are
     plan = NEEDLE_PLANS["fast"]
     curriculum = Curriculum(plan)
     while not curriculum.finished:
-        apply_stage(model, curriculum.stage, text_tokens)
+        apply_stage(model, curriculum.stage, block_size, text_tokens)
         batch = sample_stage(documents, plan, curriculum.stage, generator)
         result = needle_loss(model, batch, curriculum.stage.history)
         ...

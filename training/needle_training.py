@@ -447,6 +447,8 @@ def _check(model: ProxyFormerForCausalLM, plan: NeedlePlan, documents: NeedleDoc
         )
     if (config.head_dim or 0) % 2 and any(stage.rope for stage in plan.stages):
         raise ValueError(f"stages with a rotary embedding need an even head_dim, the model's is {config.head_dim}")
+    if config.proxy_rope and not all(stage.rope for stage in plan.stages):
+        raise ValueError("proxy_rope=True needs a rotary embedding, and the plan has stages without: set rope for all")
     templates = documents.templates
     for stage in plan.stages:
         if stage.needles > templates.num_ids:

@@ -109,7 +109,7 @@ class ProxyCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget this layer's part."""
         for buffer in self.buffers():
-            buffer.__init__()  # type: ignore[misc]
+            buffer.clear()
         self.raw_keys = self.raw_values = self.hidden = self.before = None
 
     def _move(self, device: torch.device | str) -> None:

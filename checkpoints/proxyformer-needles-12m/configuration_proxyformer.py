@@ -8,13 +8,6 @@ from transformers import PreTrainedConfig
 
 from .remote_code import RemoteCodeConfig
 
-PROXY_UPDATES = ("residual", "gated", "concatenate", "replace")
-PROXY_INTERACTIONS = (
-    "causal_attention", "bidirectional_attention", "identity", "mlp", "recurrent", "cross_attention",
-)  # fmt: skip
-INJECTIONS = ("residual", "gated", "affine", "cross_attention")
-RELEASED_FEATURES = ("drop", "keep", "offload", "quantize")
-
 
 @strict
 class ProxyFormerConfig(RemoteCodeConfig, PreTrainedConfig):
@@ -62,6 +55,8 @@ class ProxyFormerConfig(RemoteCodeConfig, PreTrainedConfig):
         reversible_history: rebuild the history stream in the backward pass instead of keeping it (residual injection).
         history_chunk_blocks: blocks compressed and decompressed at a time, where memory is saved.
         loss_chunk_tokens: labelled positions whose logits are in memory at a time.
+        logits_in_training: whether a training pass with labels also returns logits, as some trainers want, at the cost
+            of their memory.
         rope_parameters: rotary embedding among raw tokens; `None` for none (the paper's NoPE).
         proxy_rope: rotary embedding also among proxies and where they are read; needs `rope_parameters`.
         released_features: what `ProxyCache` does with a block's local features once it is compressed.
@@ -110,6 +105,7 @@ class ProxyFormerConfig(RemoteCodeConfig, PreTrainedConfig):
     reversible_history: bool = False
     history_chunk_blocks: int = 2048
     loss_chunk_tokens: int = 4096
+    logits_in_training: bool = False
     rope_parameters: dict | None = None
     proxy_rope: bool = False
     released_features: Literal["drop", "keep", "offload", "quantize"] = "drop"

@@ -11,19 +11,19 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_proxyformer import ProxyFormerConfig
 from .cache_proxy import ProxyCache
-from .chunked_loss import chunked_cross_entropy
+from .chunked_loss import IGNORED, chunked_cross_entropy
 from .compat import CACHE_FIELD, mask_arguments
 from .proxy_buffers import rows_tensor
 from .proxy_generation import GenerationView, ProxyFormerLayer, last_on_grid
@@ -36,7 +36,10 @@ from .proxy_rotary import RotaryAngles
 from .reversible_history import reversible_history
 from .rms_norm import RMSNorm
 
-IGNORED = -100
+logger = logging.get_logger(__name__)
+
+# Parts of a history layer that a reversible history computes again.
+_RECOMPUTED = ("compress", "decompress")
 
 
 @dataclass
@@ -60,7 +63,19 @@ class ProxyFormerPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = False
     _supports_attention_backend = False
     _can_compile_fullgraph = False
-    _can_record_outputs: ClassVar[dict[str, Any]] = {"hidden_states": ProxyFormerLayer}
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """Resize the embeddings of both streams; arguments as in `PreTrainedModel`."""
+        resized = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        base: Any = self.base_model
+        known = getattr(base, "history_embed_tokens", None)
+        if known is not None and known.num_embeddings != resized.num_embeddings:
+            base.history_embed_tokens = self._get_resized_embeddings(
+                known, resized.num_embeddings, mean_resizing=mean_resizing
+            )
+        return resized
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -129,7 +144,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
     # --- forward ----------------------------------------------------------------------------------------------------
 
     @merge_with_config_defaults
-    @capture_outputs
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -143,6 +158,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         history_attention_mask: torch.Tensor | None = None,
         condition_states: torch.Tensor | None = None,
         wanted: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> ProxyFormerModelOutput:
         """Run both streams.
@@ -154,7 +170,8 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
             position_ids: not needed; a token's position is its place among its row's real tokens.
             inputs_embeds: refused: the history stream embeds token ids a second time.
             past_key_values, cache: a `ProxyCache` (a plain decoder's: `DynamicCache`), under either name.
-            use_cache: whether to make and fill a cache where none is given; none is made in training with gradients.
+            use_cache: whether to make and fill a cache where none is given; none is made where gradients are recorded,
+                which a cache would cut off.
             history_ids: `(histories, history tokens)`: the paper's two-input form. They are compressed whole, the last
                 block filled up, and all of `input_ids` sees their proxies. `batch` is a multiple of `histories`; row i
                 reads history i // (batch / histories).
@@ -162,6 +179,8 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
             condition_states: `(histories or batch, states, condition size)`, for the cross-attention interaction.
             wanted: `(batch, tokens)`, bool: hidden states of these columns only, `(number, hidden size)`, in order of
                 rows; blocks without a wanted column cost nothing on the generation side.
+            output_hidden_states: whether to return the embeddings and what comes out of each layer (of the last one
+                normalised), `(batch, tokens, hidden size)` each; all blocks are computed then.
 
         Returns:
             `last_hidden_state` `(batch, tokens, hidden size)` (or of the wanted columns), `middle_hidden_state` the
@@ -173,25 +192,31 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         """
         cache = past_key_values if cache is None else cache
         input_ids = self._checked_ids(input_ids, inputs_embeds)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        self._check_others(history_ids, history_attention_mask, condition_states, kwargs)
+        states: list[torch.Tensor] | None = [] if output_hidden_states else None
         if not self.config.has_proxies:
             if history_ids is not None:
                 raise ValueError("A plain decoder (compression_ratio=None) takes its history in front of input_ids.")
-            hidden, middle, cache = self._plain(input_ids, attention_mask, position_ids, cache, use_cache)
+            hidden, middle, cache = self._plain(input_ids, attention_mask, position_ids, cache, use_cache, states)
             grid: Grid | None = None
         else:
-            if attention_mask is None and (cache is None or cache.get_seq_length() == 0):
-                _check_positions(position_ids)
-            if use_cache and cache is None and not (self.training and torch.is_grad_enabled()):
+            if cache is None or cache.get_seq_length() == 0:
+                _check_positions(position_ids, attention_mask)
+            if use_cache and cache is None and not torch.is_grad_enabled():
                 cache = ProxyCache(self.config)
             self._check_cache(cache)
             hidden, middle, grid = self._two_streams(
-                input_ids, attention_mask, cache, history_ids, history_attention_mask, condition_states, wanted
+                input_ids, attention_mask, cache, history_ids, history_attention_mask, condition_states, wanted, states
             )
-        hidden = _columns(hidden, grid, input_ids.shape[1], wanted)
-        middle = None if middle is None else _columns(middle, grid, input_ids.shape[1], wanted)
+        columns = input_ids.shape[1]
+        hidden = _columns(hidden, grid, columns, wanted)
+        middle = None if middle is None else _columns(middle, grid, columns, wanted)
         return ProxyFormerModelOutput(
             last_hidden_state=self.norm(hidden),
             middle_hidden_state=None if middle is None else self.middle_norm(middle),
+            hidden_states=None if states is None else self._hidden_states(states, grid, columns),
             **{CACHE_FIELD: cache},
         )
 
@@ -201,10 +226,38 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
                 "ProxyFormer needs input_ids: its history stream embeds token ids a second time, so inputs_embeds "
                 "alone are not enough."
             )
-        if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-            raise ValueError(f"input_ids must have shape (batch, tokens), at least one token, got {input_ids.shape}.")
+        if input_ids.is_floating_point():
+            raise TypeError(f"input_ids must be whole numbers, got {input_ids.dtype}.")
+        if input_ids.ndim != 2 or 0 in input_ids.shape:
+            raise ValueError(
+                f"input_ids must have shape (batch, tokens), at least one token, got {tuple(input_ids.shape)}."
+            )
         self._check_vocabulary(input_ids, "input_ids")
         return input_ids
+
+    def _hidden_states(self, states: list[torch.Tensor], grid: Grid | None, columns: int) -> tuple[torch.Tensor, ...]:
+        """In the order of the input's columns; the last one normalised, as in transformers' own models."""
+        found = [_columns(x, grid, columns, None) for x in states]
+        return (*found[:-1], self.norm(found[-1]))
+
+    def _check_others(
+        self,
+        history_ids: torch.Tensor | None,
+        history_mask: torch.Tensor | None,
+        condition: torch.Tensor | None,
+        others: dict[str, Any],
+    ) -> None:
+        """Refuse what would be left unread."""
+        if history_mask is not None and history_ids is None:
+            raise ValueError("history_attention_mask goes with history_ids, which are missing.")
+        if condition is not None and self.config.condition_size is None:
+            raise ValueError(
+                "condition_states are read by proxy_interaction='cross_attention' alone; this model has "
+                f"{self.config.proxy_interaction!r}."
+            )
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            if others.get(name) is not None:
+                raise ValueError(f"{name} packs several sequences into a row: give each a row of its own.")
 
     def _check_vocabulary(self, ids: torch.Tensor, name: str) -> None:
         # On a GPU looking at values waits for it; there an id out of range ends in an assertion of the embedding.
@@ -238,6 +291,7 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         position_ids: torch.Tensor | None,
         cache: Any,
         use_cache: bool | None,
+        states: list[torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
         """A decoder with full causal attention and the same layers."""
         if use_cache and cache is None and not (self.training and torch.is_grad_enabled()):
@@ -258,8 +312,12 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
             angles = self._angles(position_ids, hidden.dtype)
         middle = None
         for index, layer in enumerate(self.layers):
+            if states is not None:
+                states.append(hidden)
             hidden = layer(hidden, None, None, cache, mask, angles)
             middle = hidden if self._is_middle(index) else middle
+        if states is not None:
+            states.append(hidden)
         return hidden, middle, cache
 
     def _is_middle(self, index: int) -> bool:
@@ -336,7 +394,12 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         ]
         config = self.config
         simple = config.injection == "residual" and len(set(config.ratios)) == 1 and not config.partition_overlap
-        if simple and (config.reversible_history or not torch.is_grad_enabled()):
+        # Going through a layer's parts passes its hooks by, of which sharded and dispatched models have some.
+        hooked = any(layer._forward_pre_hooks or hasattr(layer, "_hf_hook") for layer in self.history_layers)
+        reversible = config.reversible_history and torch.is_grad_enabled()
+        if reversible:
+            self._check_reversible(hooked)
+        if simple and not hooked and (reversible or not torch.is_grad_enabled()):
 
             def interact(index: int, proxies: torch.Tensor | None, compressed: torch.Tensor) -> torch.Tensor:
                 layer: Any = self.history_layers[index]
@@ -364,6 +427,22 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
                 states[index] = state
             found.append(current)
         return HistoryResult(found, valid, states, after, local)
+
+    def _check_reversible(self, hooked: bool) -> None:
+        if hooked:
+            raise ValueError(
+                "reversible_history=True takes the history layers apart, which models that are sharded or dispatched "
+                "to several devices cannot have: set config.reversible_history = False and use checkpointing."
+            )
+        parts = [*self.history_stem, *(getattr(layer, n) for layer in self.history_layers for n in _RECOMPUTED)]
+        for part in parts:
+            for module in () if part is None else part.modules():
+                if isinstance(module, nn.Dropout) and module.p and module.training:
+                    raise ValueError(
+                        "reversible_history=True computes the history stream again in the backward pass, and dropout "
+                        "would be another one then: set the dropout (of LoRA, for instance) to 0 or "
+                        "config.reversible_history = False."
+                    )
 
     def _history_embedding_parameters(self) -> list[nn.Parameter]:
         owner = self.embed_tokens if self.config.shared_embedding else self.history_embed_tokens
@@ -406,6 +485,8 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         self._check_cache(cache)
         if cache.get_seq_length() or any(cache.lengths):
             raise ValueError("encode_history needs an empty cache: call cache.reset(), or make another.")
+        if self.config.partition_overlap and attention_mask is not None:
+            self._check_even(read_rows(history_ids, attention_mask, 0, "history_attention_mask").counts)
         with torch.no_grad():
             result, counts, _ = self._encode(
                 history_ids, attention_mask, condition_states, True, cache.released.wanted
@@ -441,6 +522,8 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
             counts = rows_tensor(rows.counts, ids.device)
             real = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
         result = self._history(ids, real, 0, condition=condition, keeps_states=keeps_states, keeps_local=keeps_local)
+        if real is not None:
+            _cut(result, [-(-max(rows.counts) // ratio) for ratio in self.config.ratios])
         return result, rows.counts, rows.ids
 
     def _store_history(self, cache: ProxyCache, result: HistoryResult, counts: list[int]) -> None:
@@ -457,14 +540,16 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
                 stored.hidden = state[0].detach()
             tail = result.tails[index]
             if tail is not None:
-                if min(counts) != max(counts):
-                    raise ValueError(
-                        "partition_overlap with rows of unequal length is not served by a ProxyCache: give rows of "
-                        "equal length, one at a time if need be."
-                    )
                 stored.before = tail.detach()
         if cache.released.wanted and result.local is not None:
             cache.released.append(result.local, counts)
+
+    def _check_even(self, counts: list[int]) -> None:
+        if self.config.partition_overlap and min(counts) != max(counts):
+            raise ValueError(
+                "partition_overlap with rows of unequal length is not served by a ProxyCache: give rows of equal "
+                "length, one at a time if need be, or use_cache=False."
+            )
 
     # --- both streams -----------------------------------------------------------------------------------------------
 
@@ -477,8 +562,10 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         history_mask: torch.Tensor | None,
         condition: torch.Tensor | None,
         wanted: torch.Tensor | None,
+        states: list[torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Grid]:
         config = self.config
+        wanted = None if states is not None else wanted
         batch, block = input_ids.shape[0], config.block_size
         groups = 1
         if history_ids is not None:
@@ -498,6 +585,8 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         fill = [0] * batch if cache is None else list(cache.fill)
         known = [0] * batch if cache is None else list(cache.retained)
         last = [max(have + new - 1, 0) // block for have, new in zip(fill, rows.counts, strict=True)]
+        if max(last):
+            self._check_blocks(cache, last)
         sequence = join_pending(None if cache is None else cache.pending, fill, rows)
 
         history: HistoryResult | None = None
@@ -540,12 +629,31 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         middle = None
         for index, layer in enumerate(self.layers):
             proxies = None if history is None or cache is not None else history.proxies[index]
+            if states is not None:
+                states.append(hidden)
             hidden = layer(hidden, proxies, view, cache)
             middle = hidden if self._is_middle(index) else middle
+        if states is not None:
+            states.append(hidden)
         if cache is not None:
             _note_tokens(cache, sequence, rows, fill, known, last, grid, block, config.retained_blocks, step)
             cache.counter.columns += input_ids.shape[1]
         return hidden, middle, grid
+
+    def _check_blocks(self, cache: Any, last: list[int]) -> None:
+        """Before blocks of the generation region itself are compressed."""
+        first: Any = self.history_layers[0]
+        if not first.interaction.causal:
+            raise ValueError(
+                f"proxy_interaction={self.config.proxy_interaction!r} lets proxies see later ones, so that it serves "
+                "histories given whole, as history_ids, in front of one generation block of at most "
+                f"{self.config.block_size} tokens."
+            )
+        if cache is None:
+            return
+        self._check_even(last)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.history_layers.parameters()):
+            logger.warning_once("Gradients stop at a ProxyCache: none reaches the history stream through one.")
 
     def _compress(
         self, cache: Any, sequence: torch.Tensor, last: list[int], condition: torch.Tensor | None,
@@ -684,14 +792,32 @@ class ProxyFormerModel(ProxyFormerPreTrainedModel):
         return hidden + sum((p * 0).sum() for p in unused).to(hidden.dtype)  # type: ignore[union-attr]
 
 
-def _check_positions(position_ids: torch.Tensor | None) -> None:
+def _check_positions(position_ids: torch.Tensor | None, mask: torch.Tensor | None) -> None:
     if position_ids is None or position_ids.shape[1] < 2 or torch.compiler.is_compiling():
         return
-    if bool((position_ids.diff(dim=1) != 1).any()):
+    columns = position_ids.shape[1]
+    if mask is None or mask.ndim != 2 or mask.shape[1] < columns:
+        real = torch.ones_like(position_ids, dtype=torch.bool)
+    else:
+        real = mask[:, -columns:].bool()
+    behind = (position_ids - real.cumsum(1)).expand_as(real)
+    first = behind.gather(1, real.int().argmax(1, keepdim=True))
+    if bool(((behind != first) & real).any()):
         raise ValueError(
             "position_ids pack several sequences into a row, and a ProxyFormer's row is one sequence: give each its "
             "own row, with an attention_mask."
         )
+
+
+def _cut(result: HistoryResult, counts: list[int]) -> None:
+    """Leave out proxies behind the longest row's end: layers of small ratios have some in a filled-up block."""
+    for index, count in enumerate(counts):
+        result.proxies[index] = result.proxies[index][:, :count]
+        valid = result.valid[index]
+        result.valid[index] = None if valid is None else valid[:, :count]
+        if len(result.states[index]) == 2:
+            key, value = result.states[index]
+            result.states[index] = (key[:, :, :count], value[:, :, :count])
 
 
 def _columns(hidden: torch.Tensor, grid: Grid | None, columns: int, wanted: torch.Tensor | None) -> torch.Tensor:
@@ -761,6 +887,18 @@ def _note_tokens(
         ]
 
 
+def _is_plain(head: nn.Module) -> bool:
+    """Whether a head is a matrix on this device that nothing is hooked to."""
+    return (
+        type(head) is nn.Linear
+        and head.bias is None
+        and type(head.weight) is nn.Parameter
+        and head.weight.is_floating_point()
+        and not head.weight.is_meta
+        and not (head._forward_pre_hooks or head._forward_hooks or hasattr(head, "_hf_hook"))
+    )
+
+
 class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, GenerationMixin):
     """A ProxyFormer with a language-modelling head.
 
@@ -813,20 +951,23 @@ class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, GenerationMixin):
 
         Args:
             labels: `(batch, tokens)`; the loss is that of predicting each from what comes before, -100 is left out,
-                with the auxiliary head's loss added at its weight. Labelled positions alone have logits, a chunk at a
-                time; in training mode none are returned.
+                with the auxiliary head's loss added at its weight in training mode. There only labelled positions have
+                logits, a chunk at a time, and none are returned, unless `config.logits_in_training`.
             logits_to_keep: logits of the last so many columns only, or of these columns; 0 for all.
             num_items_in_batch: labels of all accumulated batches, by which the loss is divided instead of by its own.
 
         Raises:
             ValueError: labels of another shape than `input_ids`.
         """
-        only_loss = labels is not None and self.training
+        output_hidden_states = kwargs.pop("output_hidden_states", None)
+        only_loss = labels is not None and self.training and not self.config.logits_in_training
         wanted: torch.Tensor | None = None
         kept: torch.Tensor | None = None
         if labels is not None and (input_ids is None or labels.shape != input_ids.shape):
             shape = None if input_ids is None else tuple(input_ids.shape)
             raise ValueError(f"labels must have the shape of input_ids, {shape}, got {tuple(labels.shape)}.")
+        if labels is not None and labels.device.type == "cpu":
+            self.model._check_vocabulary(labels[labels != IGNORED], "labels")
         if only_loss and not torch.compiler.is_compiling():
             assert labels is not None
             wanted = torch.zeros_like(labels, dtype=torch.bool)
@@ -849,23 +990,29 @@ class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, GenerationMixin):
             history_attention_mask=history_attention_mask,
             condition_states=condition_states,
             wanted=wanted,
+            output_hidden_states=output_hidden_states,
             **kwargs,
         )
         hidden = outputs.last_hidden_state
         loss = logits = None
-        if labels is not None:
+        if only_loss:
+            assert labels is not None
             loss = self._loss(hidden, outputs.middle_hidden_state, labels, wanted, num_items_in_batch)
-        if not only_loss:
+        else:
             if kept is not None and input_ids is not None:
                 hidden = self._kept_columns(hidden, kept, input_ids)
-            elif labels is not None and not (isinstance(logits_to_keep, int) and not logits_to_keep):
-                hidden = hidden[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
             logits = self.lm_head(hidden)
+            if labels is not None:
+                loss = self._loss_of_logits(logits, outputs.middle_hidden_state, labels, num_items_in_batch)
+                if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep:
+                    columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+                    logits = logits[:, columns]
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE_FIELD: outputs.get(CACHE_FIELD)}
         )
 
     @staticmethod
+    @torch.compiler.disable
     def _kept_columns(hidden: torch.Tensor, kept: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
         """`(batch, kept, hidden size)` in the order asked for, from states in the order of columns."""
         states = hidden.view(input_ids.shape[0], -1, hidden.shape[-1])
@@ -886,15 +1033,56 @@ class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, GenerationMixin):
         else:
             hidden, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
             middle = None if middle is None else middle[:, :-1].flatten(0, 1)
-        divisor = num_items if num_items is not None else (targets != IGNORED).sum().clamp(min=1)
-        if isinstance(divisor, torch.Tensor):
-            divisor = divisor.to(hidden.device)
-        chunk = self.config.loss_chunk_tokens
-        loss = chunked_cross_entropy(hidden, self.lm_head.weight, targets, chunk) / divisor
+        divisor = self._divisor(targets, num_items)
+        loss = self._sum_of_losses(hidden, targets) / divisor
+        weight = float(self.config.auxiliary_loss_weight)
+        if middle is not None and weight:
+            loss = loss + weight * self._sum_of_losses(middle, targets) / divisor
+        return loss
+
+    def _loss_of_logits(
+        self,
+        logits: torch.Tensor,
+        middle: torch.Tensor | None,
+        labels: torch.Tensor,
+        num_items: torch.Tensor | int | None,
+    ) -> torch.Tensor:
+        """The same from logits that are there already; the auxiliary head counts in training only."""
+        targets = labels[:, 1:].flatten()
+        divisor = self._divisor(targets, num_items)
+        scores = logits[:, :-1].flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="sum") / divisor
         weight = float(self.config.auxiliary_loss_weight)
         if middle is not None and weight and self.training:
-            loss = loss + weight * chunked_cross_entropy(middle, self.lm_head.weight, targets, chunk) / divisor
+            loss = loss + weight * self._sum_of_losses(middle[:, :-1].flatten(0, 1), targets) / divisor
         return loss
+
+    @staticmethod
+    def _divisor(targets: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor | int:
+        if num_items is None:
+            return (targets != IGNORED).sum().clamp(min=1)
+        return num_items.to(targets.device) if isinstance(num_items, torch.Tensor) else num_items
+
+    def _sum_of_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Sum of the cross-entropy of `(n, hidden size)` against `(n,)`, a chunk of labelled positions at a time."""
+        chunk = self.config.loss_chunk_tokens
+        if _is_plain(self.lm_head):
+            return chunked_cross_entropy(hidden, self.lm_head.weight, targets, chunk)
+        # Adapters, quantised and dispatched heads are called, not taken apart.
+        labelled = targets != IGNORED
+        hidden, targets = hidden[labelled], targets[labelled]
+        total = hidden.sum() * 0.0
+        for start in range(0, hidden.shape[0], chunk):
+            part = slice(start, start + chunk)
+            found = checkpoint(self._chunk_loss, hidden[part], targets[part], use_reentrant=False)
+            assert isinstance(found, torch.Tensor)
+            total = total + found
+        return total
+
+    def _chunk_loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.lm_head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets, reduction="sum")
 
     # --- generate ---------------------------------------------------------------------------------------------------
 
