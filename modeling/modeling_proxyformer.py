@@ -887,11 +887,12 @@ def _note_tokens(
         ]
 
 
-def _is_plain(head: nn.Module) -> bool:
+def _is_plain(head: Any) -> bool:
     """Whether a head is a matrix on this device that nothing is hooked to."""
+    bias = getattr(head, "bias", None)
     return (
         type(head) is nn.Linear
-        and head.bias is None
+        and bias is None
         and type(head.weight) is nn.Parameter
         and head.weight.is_floating_point()
         and not head.weight.is_meta
@@ -1005,8 +1006,8 @@ class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, GenerationMixin):
             if labels is not None:
                 loss = self._loss_of_logits(logits, outputs.middle_hidden_state, labels, num_items_in_batch)
                 if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep:
-                    columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-                    logits = logits[:, columns]
+                    last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+                    logits = logits[:, last]
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE_FIELD: outputs.get(CACHE_FIELD)}
         )

@@ -24,7 +24,7 @@ def test_the_code_beside_the_weights_is_the_library_s(model: ProxyFormerForCausa
     root = CHECKPOINTS.parent
     expected = collect_sources(type(model.config).remote_classes, root / "configuration")
     found = {file.name: file.read_bytes() for file in NEEDLES.glob("*.py")}
-    assert found == expected, "save the checkpoint again: model.save_pretrained(folder)"
+    assert found == expected, "run make checkpoints"
 
 
 def test_it_finds_needles(model: ProxyFormerForCausalLM) -> None:

@@ -129,7 +129,11 @@ def read_proxies(
     dtype, device = query.dtype, query.device
     if levels[0].key.dtype != dtype:  # a cache filled under autocast, read outside it
         levels = [ProxyLevel(x.key.to(dtype), x.value.to(dtype), x.group, x.start) for x in levels]
-    seen = Visibility(*(None if x is None else x.to(device) for x in (seen.counts, seen.valid)), step=seen.step)
+    seen = Visibility(
+        None if seen.counts is None else seen.counts.to(device),
+        None if seen.valid is None else seen.valid.to(device),
+        seen.step,
+    )
     first = levels[0]
     if sharpen_from is not None:
         query = query * _sharpness(query, first, seen, width, sharpen_from)
