@@ -7,13 +7,16 @@
 Each trial: one context of --context-tokens with one needle, prefilled once with a full cache; every policy takes that
 cache over (`PrunedCache.ingest`, which evicts for real and is identical to a prefill with the policy itself), at every
 ratio; then the question is asked and the text's continuation scored. The question is unseen when a policy evicts.
+Policies that judge pairs by queries (SnapKV, H2O) read the context themselves, at every ratio anew; KVzip has it
+repeated once a trial and evicts by these scores at every ratio.
 
 Besides, perplexity alone on plain essays (no needle, no chat template) at one fixed budget: --essay-trials,
 --essay-context, --essay-budget.
 
 Columns, for each ratio: hits = needles found; log-prob = mean log-probability of the answer's tokens; ppl = perplexity
 of the continuation, geometric mean over trials. essays = perplexity at the fixed budget. scoring and eviction = median
-time that the policy's scores, and all of it (scores, top-K, copying what is kept), take, in % of the full prefill.
+time that the policy's scores, and all of it (scores, top-K, copying what is kept), take, in % of the full prefill;
+where a policy reads the context itself, what its reading takes longer than the full cache's.
 
 --peers: scores of kvpress's presses, if it is installed, on the same footing (same cache, budget, positions).
 """
@@ -43,7 +46,9 @@ from nearfar.evaluation.machine import machine_report, synchronize
 from nearfar.evaluation.needles import NeedleContext, ask_needle, needle_trials
 from nearfar.evaluation.perplexity import continuation_perplexity
 from nearfar.evaluation.texts import Text, load_texts
+from nearfar.modeling.cache_kvzip import KVzipCache
 from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, make_cache
+from nearfar.modeling.kvzip_scores import Reconstruction, RepeatPrompt, reconstruction_scores
 from nearfar.modeling.prunable_models import text_config
 from nearfar.modeling.pruned_cache import PrunedCache, TokenStates
 
@@ -51,7 +56,8 @@ from nearfar.modeling.pruned_cache import PrunedCache, TokenStates
 HELD_OUT = ("worked", "popular", "philosophy", "startuplessons", "langdes", "useful", "desres", "boss", "submarine",
             "apple", "gba", "hubs")  # fmt: skip
 
-# The proactive cache's heads and allocations; any other policy takes part as it is registered.
+# The proactive cache's heads and allocations. SnapKV takes part with equal and with shared budgets, any other policy
+# as it is registered.
 PROACTIVE = (
     ("linear", "global"),
     ("prototypes", "global"),
@@ -100,6 +106,8 @@ def list_variants(model: Any, policies: Sequence[str], prototypes: str | None) -
         options: list[dict[str, Any]] = [{}]
         if name == "proactive":
             options = [{"head": head, "allocation": allocation} for head, allocation in PROACTIVE]
+        elif name == "snapkv":
+            options = [{"allocation": "uniform"}, {"allocation": "global"}]
         for chosen in options:
             label = ", ".join([CACHES[name].label, *chosen.values()])
             if CACHES[name].needs_prototypes and prototypes is not None:
@@ -156,33 +164,76 @@ def make_trials(tokenizer: Any, texts: Sequence[Text], args: argparse.Namespace)
     return trials
 
 
+class Reading:
+    """One context, read with a full cache, and how pruned caches come to hold it.
+
+    Attributes:
+        full: the full cache.
+        prefill_seconds: how long that took.
+    """
+
+    def __init__(self, model: Any, context: NeedleContext, prompt: RepeatPrompt) -> None:
+        self.model, self.context, self.prompt = model, context, prompt
+        self.full = DynamicCache(config=text_config(model))
+        self.prefill_seconds, _ = prefill(model, self.full, context.context_ids)
+        self._repeated: tuple[Reconstruction, float] | None = None
+
+    def fill(self, cache: PrunedCache) -> tuple[float, float]:
+        """Compress the context into `cache`, which is empty.
+
+        Returns:
+            Seconds of scoring, and of all that came to the full cache's prefill.
+        """
+        if isinstance(cache, KVzipCache):
+            repeated, scoring = self._repeat()
+            return scoring, scoring + self._timed(lambda: cache.ingest_scored(repeated))
+        with timed_scores(cache, self.model.device) as scores:
+            if cache.watches_queries:
+                seconds, _ = prefill(self.model, cache, self.context.context_ids)
+                eviction = max(seconds - self.prefill_seconds, sum(scores))
+            else:
+                eviction = self._timed(lambda: cache.ingest(self.full))
+        return sum(scores), eviction
+
+    def _repeat(self) -> tuple[Reconstruction, float]:
+        """KVzip's scores, which no budget changes, and the seconds that they took beside the prefill."""
+        if self._repeated is None:
+            ids, prefix = self.context.context_ids, len(self.context.prefix_ids)
+            start = time.perf_counter()
+            found = reconstruction_scores(self.model, ids, self.prompt, prefix_length=prefix)
+            synchronize(self.model.device)
+            self._repeated = found, time.perf_counter() - start - self.prefill_seconds
+        return self._repeated
+
+    def _timed(self, work: Callable[[], Any]) -> float:
+        synchronize(self.model.device)
+        start = time.perf_counter()
+        work()
+        synchronize(self.model.device)
+        return time.perf_counter() - start
+
+
 def measure(
-    model: Any, variants: Sequence[Variant], trial: Trial, done: set[tuple[Any, ...]]
+    model: Any, prompt: RepeatPrompt, variants: Sequence[Variant], trial: Trial, done: set[tuple[Any, ...]]
 ) -> Iterator[dict[str, Any]]:
     """Measurements of one trial that are not in `done`, one dictionary each."""
     wanted = [(None, {}), *((variant, size) for size in trial.sizes for variant in variants)]
     wanted = [pair for pair in wanted if _key(_describe(trial, *pair)) not in done]
     if not wanted:
         return
-    full = DynamicCache(config=text_config(model))
-    prefill_seconds, _ = prefill(model, full, trial.context.context_ids)
+    reading = Reading(model, trial.context, prompt)
     for variant, size in wanted:
         record = _describe(trial, variant, size)
-        cache: Cache = full
+        cache: Cache = reading.full
         if variant is None:
-            record["prefill_seconds"] = prefill_seconds
+            record["prefill_seconds"] = reading.prefill_seconds
         else:
             cache = variant.make(**size)
             assert isinstance(cache, PrunedCache)
-            with timed_scores(cache, model.device) as scoring:
-                synchronize(model.device)
-                start = time.perf_counter()
-                cache.ingest(full)
-                synchronize(model.device)
-            seconds = time.perf_counter() - start
+            scoring, eviction = reading.fill(cache)
             record |= {
-                "eviction_share": seconds / prefill_seconds,
-                "scoring_share": sum(scoring) / prefill_seconds,
+                "eviction_share": eviction / reading.prefill_seconds,
+                "scoring_share": scoring / reading.prefill_seconds,
             }
         record["kept_pairs"] = cache_kept_pairs(cache)
         if trial.context.needles:
@@ -233,12 +284,12 @@ def timed_scores(cache: PrunedCache, device: torch.device) -> Iterator[list[floa
 class PeerCache(PrunedCache):
     """kvpress's score for each layer, in our cache: the same budget in every head, as kvpress has it."""
 
-    def __init__(self, model: Any, press: Any, watch: AttentionInputs, **size: Any) -> None:
+    def __init__(self, model: Any, press: Any, inputs: AttentionInputs, **size: Any) -> None:
         super().__init__(model, allocation="uniform", sink_tokens=0, recent_tokens=1, **size)
-        self.press, self.watch = press, watch
+        self.press, self.inputs = press, inputs
 
     def score(self, states: TokenStates) -> torch.Tensor:
-        module, hidden, kwargs = self.watch.seen[states.layer_idx]
+        module, hidden, kwargs = self.inputs.seen[states.layer_idx]
         if states.keys.shape[2] != hidden.shape[1]:  # tokens after the prefill, about to be forgotten by a restore
             return states.positions[:, None].expand(states.keys.shape[:3]).float()
         # A press may score by how much it is to remove (StreamingLLM's does).
@@ -272,11 +323,11 @@ def list_peers(model: Any) -> list[Variant]:
     except (ImportError, AttributeError) as error:
         print(f"no peers: kvpress cannot be used here ({error})", file=sys.stderr)
         return []
-    watch = AttentionInputs(model)
+    inputs = AttentionInputs(model)
 
     def variant(press: Any) -> Variant:
         def make(**size: Any) -> Cache:
-            return PeerCache(model, press(), watch, **size)
+            return PeerCache(model, press(), inputs, **size)
 
         return Variant(f"kvpress {press.__name__.removesuffix('Press')}", "peer", make)
 
@@ -425,12 +476,13 @@ def run(args: argparse.Namespace) -> None:
 
     labels = ["full", *(variant.label for variant in variants)]
     done = {_key(row) for row in records.rows}
-    warm_up(model, variants, trials[0])
+    prompt = RepeatPrompt.from_tokenizer(tokenizer)
+    warm_up(model, prompt, variants, trials[0])
     total = sum(1 + len(variants) * len(trial.sizes) for trial in trials)
     with tqdm(total=total, unit="measurement", dynamic_ncols=True) as bar:
         for trial in trials:
             bar.set_description(f"{trial.kind} {trial.index + 1}", refresh=False)
-            for record in measure(model, variants, trial, done):
+            for record in measure(model, prompt, variants, trial, done):
                 records.add(record)
                 bar.update()
             bar.update(0)
@@ -448,14 +500,14 @@ def run(args: argparse.Namespace) -> None:
     print(summarize(records.rows, labels, args.ratios))
 
 
-def warm_up(model: Any, variants: Sequence[Variant], trial: Trial) -> None:
+def warm_up(model: Any, prompt: RepeatPrompt, variants: Sequence[Variant], trial: Trial) -> None:
     """First calls load scorers and start threads; they must not count as scoring."""
-    full = DynamicCache(config=text_config(model))
-    prefill(model, full, trial.context.context_ids[:600])
+    prefix = trial.context.prefix_ids
+    reading = Reading(model, NeedleContext(prefix, trial.context.body_ids[: 600 - len(prefix)], ()), prompt)
     for variant in variants:
         cache = variant.make(retention_ratio=0.5)
         assert isinstance(cache, PrunedCache)
-        cache.ingest(full)
+        reading.fill(cache)
 
 
 def held_out_essays() -> list[Text]:

@@ -1,4 +1,4 @@
-"""Configuration of HybridAxialMapper, which turns a proxy model's attention into a target model's importance scores."""
+"""Configuration of HybridAxialMapper: from a proxy model's attention to importance scores of a target's pairs."""
 
 from typing import Any, ClassVar, Literal
 

@@ -27,6 +27,7 @@ from nearfar.evaluation.perplexity import continuation_perplexity
 from nearfar.evaluation.restoring import restored
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.budgets import check_budget
+from nearfar.modeling.cache_kvzip import KVzipCache
 from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, cache_nbytes, make_cache
 from nearfar.modeling.compat import cache_argument
 
@@ -52,7 +53,7 @@ class CacheResult:
         cache_bytes: bytes that the cache's tensors take after prefill.
         perplexity: of the continuation, None if none was asked for.
         answers: one per needle.
-        prefill_seconds: one forward pass over the context, eviction included.
+        prefill_seconds: reading the context, scoring and eviction included: one forward pass, several for KVzip.
         decode_tokens_per_second: greedy decoding at batch 1, from the end of the context.
         context_tokens, context_digest, continuation_tokens, decode_tokens, needles_asked, budget, retention_ratio:
             what it was measured on.
@@ -167,7 +168,7 @@ def compare_caches(
             )
             start = bar.n
             try:
-                _measure(model, contexts, result, partial(_advance, bar, result.label))
+                _measure(model, tokenizer, contexts, result, partial(_advance, bar, result.label))
             except Exception as error:  # one policy's failure must not hide the others
                 logger.debug("policy %s failed", name, exc_info=True)
                 result.error = f"{type(error).__name__}: {error}"
@@ -215,8 +216,16 @@ def prepare_contexts(
     ]
 
 
-def prefill(model: PreTrainedModel, cache: Cache, ids: Sequence[int]) -> tuple[float, torch.Tensor]:
-    """Read `ids` into `cache` in one forward pass.
+def prefill(
+    model: PreTrainedModel,
+    cache: Cache,
+    ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> tuple[float, torch.Tensor]:
+    """Read `ids` into `cache`: in one forward pass, or in those of a `KVzipCache`, which all count.
+
+    Args:
+        tokenizer: what a `KVzipCache` needs.
 
     Returns:
         Seconds it took, and the logits of the last token, shape (1, vocabulary).
@@ -224,8 +233,16 @@ def prefill(model: PreTrainedModel, cache: Cache, ids: Sequence[int]) -> tuple[f
     inputs = torch.tensor([list(ids)], device=model.get_input_embeddings().weight.device)
     synchronize(inputs.device)
     start = time.perf_counter()
+    if isinstance(cache, KVzipCache) and inputs.shape[1] > 1:
+        if tokenizer is None:
+            raise ValueError("a KVzipCache needs the tokenizer to ask the model to repeat the context")
+        # All but the last token, whose logits are wanted.
+        cache.compress_context(model, inputs[:, :-1], tokenizer)
+        inputs = inputs[:, -1:]
     with torch.no_grad():
         output = model(inputs, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+    if isinstance(cache, KVzipCache):
+        cache.compress()  # the last token counts towards the budget too
     synchronize(inputs.device)
     return time.perf_counter() - start, output.logits[:, -1]
 
@@ -258,23 +275,29 @@ def _warm_up(model: PreTrainedModel, context: NeedleContext) -> None:
         model(inputs, use_cache=False, logits_to_keep=1)
 
 
-def _warm_up_policy(model: PreTrainedModel, context: NeedleContext, result: CacheResult) -> None:
+def _warm_up_policy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: NeedleContext, result: CacheResult
+) -> None:
     """A short prefill that evicts: what a policy loads or compiles at first use does not count as its prefill."""
     cache = make_cache(result.name, model, retention_ratio=0.5, **result.options)
-    prefill(model, cache, context.context_ids[:64])
+    prefill(model, cache, context.context_ids[:64], tokenizer)
 
 
 def _measure(
-    model: PreTrainedModel, contexts: Sequence[NeedleContext], result: CacheResult, step: Callable[[str], None]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    contexts: Sequence[NeedleContext],
+    result: CacheResult,
+    step: Callable[[str], None],
 ) -> None:
     """Fill in `result`."""
     pairs, sizes, nats, prefills, speeds = [], [], [], [], []
-    _warm_up_policy(model, contexts[0], result)
+    _warm_up_policy(model, tokenizer, contexts[0], result)
     for context in contexts:
         cache = make_cache(
             result.name, model, budget=result.budget, retention_ratio=result.retention_ratio, **result.options
         )
-        seconds, logits = prefill(model, cache, context.context_ids)
+        seconds, logits = prefill(model, cache, context.context_ids, tokenizer)
         step("prefill")
         prefills.append(seconds)
         pairs.append(cache_kept_pairs(cache))

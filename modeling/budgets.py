@@ -56,7 +56,7 @@ class Candidates:
     """Pairs of one layer that compete for the budget.
 
     Attributes:
-        scores: `(slots,)`, float32; +inf for pairs that must stay, -inf for slots that hold none.
+        scores: `(slots,)`, float; +inf for pairs that must stay, -inf for slots that hold none.
         columns: `(slots,)`, int, each pair's token.
         rows: first and end slot of each row; inside a row, heads lie side by side.
         heads: for each row, the slots of each head.

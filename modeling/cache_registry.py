@@ -14,8 +14,11 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
+from .cache_h2o import H2OCache
+from .cache_kvzip import KVzipCache
 from .cache_proactive import ProactiveCache
 from .cache_random import RandomCache
+from .cache_snapkv import SnapKVCache
 from .cache_streaming_llm import StreamingLLMCache
 from .prunable_models import text_config
 from .pruned_cache import PrunedCache
@@ -174,4 +177,22 @@ register_cache(
     label="Proactive",
     description="Pairs that fitted prototypes predict to be needed, chosen while the prompt is read.",
     needs_prototypes=True,
+)
+register_cache(
+    "snapkv",
+    SnapKVCache,
+    label="SnapKV",
+    description="Pairs that the last tokens of the prompt attend to.",
+)
+register_cache(
+    "h2o",
+    H2OCache,
+    label="H2O",
+    description="Pairs that have received most attention so far, and the newest ones.",
+)
+register_cache(
+    "kvzip",
+    KVzipCache,
+    label="KVzip",
+    description="Pairs that the model attends to while it repeats its context, which costs further passes over it.",
 )

@@ -12,7 +12,8 @@ tokens; so a score does not depend on how long the rest of the context is.
 The pass needs no question and judges a pair by use rather than by looks, but it costs several times the prefill.
 `KeyPrototypes` therefore runs it offline, to learn what important pairs look like.
 
-Memory beyond the full cache: one layer's keys and values once more, and `BLOCK_ELEMENTS` probabilities.
+Memory beyond the full cache: one layer's keys and values once more, and a block of probabilities (see
+`received_attention`).
 """
 
 import copy
@@ -30,6 +31,7 @@ from .attention_dispatch import AttentionCall, AttentionOutput, take_over
 from .chat_frame import chat_frame
 from .compat import cache_argument
 from .prunable_models import attention_types, refuse_unsupported, text_config
+from .received_attention import received_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,9 +40,6 @@ REPEAT_FIRST = "\n\nRepeat the previous context exactly."
 REPEAT_LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 # Tokens before a later chunk that its request quotes.
 QUOTED_TOKENS = 8
-# Attention probabilities held at once: small enough for a CPU's caches, large enough to fill a GPU.
-BLOCK_ELEMENTS = {"cpu": 1 << 22}
-BLOCK_ELEMENTS_DEFAULT = 1 << 26
 
 
 # --- what the model is asked -----------------------------------------------------------------------------------------
@@ -272,55 +271,3 @@ def _make_layers(config: PreTrainedConfig, phase: _Phase) -> list[DynamicLayer]:
         _ScoredLayer(config, phase, None) if kind == "full_attention" else DynamicSlidingWindowLayer(window)
         for kind in types
     ]
-
-
-def received_attention(
-    query: torch.Tensor, keys: torch.Tensor, scaling: float, columns: torch.Tensor, window: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention probability that pairs receive, without holding the matrix of all queries and keys.
-
-    Args:
-        query: `(1, query heads, q, head dim)`.
-        keys: `(1, key-value heads, m + q, head dim)`; the last q are the queries' own, the m others precede them all.
-        scaling: factor on query-key products.
-        columns: `(m + q,)`, int64, ascending: each pair's index in the sequence.
-        window: how many tokens a query sees, itself included; None for all.
-
-    Returns:
-        The largest probability over queries and the query heads of the group, and the sum, both
-        `(1, key-value heads, m + q)`, in float32 (float64 for float64 queries).
-    """
-    _, query_heads, q, dim = query.shape
-    heads, total = keys.shape[1:3]
-    before, group = total - q, query_heads // heads
-    grouped, transposed = query.reshape(heads, group, q, dim), keys[0].mT
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if half and not query.is_cuda:
-        grouped, transposed = grouped.float(), transposed.float()
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    highest = torch.zeros(heads, total, dtype=dtype, device=query.device)
-    mass = torch.zeros_like(highest)
-    block = max(1, BLOCK_ELEMENTS.get(query.device.type, BLOCK_ELEMENTS_DEFAULT) // (query_heads * total))
-    for first in range(0, q, block):
-        end = min(first + block, q)
-        seen = before + end
-        logits = _products(grouped[:, :, first:end].reshape(heads, -1, dim), transposed[..., :seen])
-        logits = logits.mul_(scaling).view(heads, group, end - first, seen)
-        # Without a window only the block's own columns can lie in a query's future.
-        maybe_hidden = slice(before + first if window is None else 0, seen)
-        theirs, own = columns[maybe_hidden], columns[before + first : seen, None]
-        hidden = theirs > own
-        if window is not None:
-            hidden |= theirs <= own - window
-        logits[..., maybe_hidden].masked_fill_(hidden, -math.inf)
-        probabilities = logits.softmax(-1)
-        highest[:, :seen] = torch.maximum(highest[:, :seen], probabilities.amax((1, 2)))
-        mass[:, :seen] += probabilities.sum((1, 2))
-    return highest[None], mass[None]
-
-
-def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """`(heads, rows, n)` in float32 (float64 stays); on CUDA half-precision inputs are not converted first."""
-    if queries.dtype in (torch.float16, torch.bfloat16):
-        return torch.bmm(queries, keys, out_dtype=torch.float32)
-    return torch.bmm(queries, keys)

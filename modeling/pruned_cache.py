@@ -12,7 +12,8 @@ tokens have been added since the last eviction, so that bytes and time a step ar
 Positions stay true: `get_seq_length()` is the number of tokens seen, kept keys keep their rotary positions, and masks
 compare positions in the sequence, never places in the cache.
 
-A policy subclasses this and gives one method, `score`.
+A policy subclasses this and gives one method, `score`, which looks at keys and values. One that looks at queries sets
+`watches_queries` and gives `watch` too.
 """
 
 import math
@@ -34,6 +35,7 @@ from .new_token_padding import new_tokens_valid
 from .prunable_models import attention_types, refuse_unsupported, text_config
 from .ragged_attention import ragged_attention
 from .ragged_layer import RaggedLayer
+from .received_attention import NO_COLUMN
 from .resting_pairs import QUANTIZATIONS, Quantization
 from .window_layer import WindowLayer
 
@@ -45,6 +47,23 @@ RECENT_SHARE = 0.25
 # time, what stays of every earlier layer is copied.
 TRIM_SLACK = 0.08
 TRIM_BYTES = 16 << 20
+
+
+@dataclass
+class Queries:
+    """The queries of one forward pass in one layer, for policies that watch them.
+
+    Attributes:
+        states: `(batch, query heads, n, head dim)`, rotated; the model's own, not a copy.
+        columns: `(batch, n)`, int64, each query's index in its row's sequence, `NO_COLUMN` for padding.
+        scaling: factor on query-key products.
+        padded: whether there is padding.
+    """
+
+    states: torch.Tensor
+    columns: torch.Tensor
+    scaling: float
+    padded: bool
 
 
 @dataclass
@@ -90,6 +109,8 @@ class PrunedCache(Cache):
     """
 
     default_allocation: Allocation = "uniform"
+    # Whether the policy looks at queries, in `watch`.
+    watches_queries = False
     is_compileable = False  # lengths change from step to step
 
     def __init__(
@@ -138,6 +159,16 @@ class PrunedCache(Cache):
             `(batch, heads, n)`, finite, comparable across whatever `allocation` lets compete.
         """
         raise TypeError(f"{type(self).__name__} is a base class without a policy; use one of its subclasses.")
+
+    def watch(self, layer: RaggedLayer, queries: Queries) -> None:
+        """With `watches_queries`: a layer's queries of every pass, before any of its pairs may be evicted.
+
+        The new pairs have been stored by then, except of a prompt that is evicted as it comes, when nothing is stored
+        yet and `score` gets the keys next. What is to be remembered goes to `layer.extra`, as tensors `(batch, …)`.
+        """
+
+    def after_crop(self, layer: RaggedLayer, removed: int) -> None:
+        """Called when a layer's newest `removed` tokens have been forgotten; those up to `layer.seen` are left."""
 
     def recent_of(self, budget: int) -> int:
         """Newest tokens to protect in a row that may keep `budget`."""
@@ -214,15 +245,21 @@ class PrunedCache(Cache):
         first_column, layer.seen = layer.seen, layer.seen + n
         with torch.no_grad():
             keys, values = call.keys.detach(), call.values.detach()
+            queries = _queries(call, valid, first_column) if self.watches_queries else None
             if first_column == 0:
                 output = call.stock(call.keys, call.values, call.mask)
-                if prefill and not holding and self._over_budget(_added(layer.store.real_tokens, valid, n)):
-                    self._evict_arrivals(layer, keys, values, 0, positions, valid)
-                else:
+                evicting = prefill and not holding and self._over_budget(_added(layer.store.real_tokens, valid, n))
+                if not evicting:
                     layer.store.append(keys, values, 0, positions, valid, self._spare(layer, n))
+                if queries is not None:
+                    self.watch(layer, queries)
+                if evicting:
+                    self._evict_arrivals(layer, keys, values, 0, positions, valid)
             else:
                 layer.store.append(keys, values, first_column, positions, valid, self._spare(layer, n))
                 output = self._attend_stored(layer, call, valid, first_column)
+                if queries is not None:
+                    self.watch(layer, queries)
                 if prefill and not holding and self._over_budget(layer.store.real_tokens):
                     self._evict(layer)
             if layer is last_layer and not prefill and not holding:
@@ -311,6 +348,11 @@ class PrunedCache(Cache):
         Returns:
             This cache.
         """
+        if self.watches_queries:
+            raise ValueError(
+                f"{type(self).__name__} judges pairs by queries, which a full cache does not hold: read the prompt "
+                "with this cache itself."
+            )
         if self.get_seq_length() > 0:
             raise ValueError("ingest() needs an empty cache; call reset() first.")
         if len(full_cache.layers) != len(self.layers) or full_cache.get_seq_length() == 0:
@@ -468,7 +510,10 @@ class PrunedCache(Cache):
         return self._row_budgets
 
     def _score_pending(self, layer: RaggedLayer) -> None:
-        """Give the pairs that came since the last eviction their scores."""
+        """Give the pairs that came since the last eviction their scores.
+
+        Policies that watch queries score all pairs of the layer here, and end like this one with none pending.
+        """
         store = layer.store
         if store.pending_tokens() == 0:
             return
@@ -477,10 +522,14 @@ class PrunedCache(Cache):
         scores = self._checked_score(TokenStates(layer.layer_idx, keys, values, positions, real, layer.seen))
         chosen = real[:, None].expand_as(scores)
         store.scores[slots[chosen]] = scores[chosen]
-        store.pending.clear()
+        store.settle()
+
+    def score_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which scores are held for a model of `dtype`: float32, but float64 where queries give them in float64."""
+        return torch.float64 if self.watches_queries and dtype == torch.float64 else torch.float32
 
     def _checked_score(self, states: TokenStates) -> torch.Tensor:
-        scores = self.score(states).float()
+        scores = self.score(states).to(self.score_dtype(states.keys.dtype))
         expected = states.keys.shape[:3]
         if scores.shape != expected:
             raise ValueError(
@@ -665,6 +714,14 @@ class PrunedCache(Cache):
             else:
                 layers.append(RaggedLayer(self, layer_idx, window))
         return layers
+
+
+def _queries(call: AttentionCall, valid: torch.Tensor | None, first_column: int) -> Queries:
+    batch, _, n, _ = call.query.shape
+    columns = torch.arange(first_column, first_column + n, device=call.query.device).repeat(batch, 1)
+    if valid is not None:
+        columns.masked_fill_(~valid, NO_COLUMN)
+    return Queries(call.query.detach(), columns, call.scaling, valid is not None)
 
 
 def _added(real_tokens: list[int], valid: torch.Tensor | None, n: int) -> list[int]:

@@ -66,7 +66,8 @@ class RaggedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, heads = key_states.shape[:2]
-        self.store = RaggedStore.empty(batch, heads, key_states, value_states)
+        score_dtype = self.cache.score_dtype(key_states.dtype)
+        self.store = RaggedStore.empty(batch, heads, key_states, value_states, score_dtype)
         self.device = key_states.device
         self.is_initialized = True
 
@@ -241,3 +242,4 @@ class RaggedLayer(CacheLayerMixin):
             self.seen -= remove
             with self.awake():
                 self.store.crop(self.seen, remove)
+                self.cache.after_crop(self, remove)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .ragged_attention import RaggedPairs
+from .received_attention import NO_COLUMN
 
 # Pieces of the pending sequence before they are joined.
 MOST_PIECES = 64
@@ -43,12 +44,12 @@ class RaggedStore:
 
     Attributes:
         pairs: buffers and lengths (`RaggedPairs`).
-        scores: `(slots,)`, float32, importance; meaningless for pending pairs and spare slots.
+        scores: `(slots,)`, float32 (or float64), importance; meaningless for pending pairs and spare slots.
         places: `(slots,)`, int32, each pair's index among its row's real tokens (its column, less the padding before).
         capacities: `(batch * heads,)`, int64 on the CPU: slots of each segment.
         real_tokens: tokens seen by each row, padding not counted.
         pending: pieces of the sequence stored since the last eviction.
-        layout: changes whenever slots are given out anew.
+        layout: changes whenever slots are given out anew, or pending pairs settle.
     """
 
     pairs: RaggedPairs
@@ -62,7 +63,14 @@ class RaggedStore:
     # -- making one -------------------------------------------------------------------------------------------------
 
     @classmethod
-    def empty(cls, batch: int, heads: int, keys: torch.Tensor, values: torch.Tensor) -> "RaggedStore":
+    def empty(
+        cls,
+        batch: int,
+        heads: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        score_dtype: torch.dtype = torch.float32,
+    ) -> "RaggedStore":
         """A store without pairs, for states like `keys` `(…, head dim)` and `values` `(…, value dim)`."""
         device, segments = keys.device, batch * heads
         zeros = torch.zeros(segments, dtype=torch.int64, device=device)
@@ -78,7 +86,7 @@ class RaggedStore:
         )
         return cls(
             pairs,
-            torch.empty(0, dtype=torch.float32, device=device),
+            torch.empty(0, dtype=score_dtype, device=device),
             torch.empty(0, dtype=torch.int32, device=device),
             torch.zeros(segments, dtype=torch.int64),
             [0] * batch,
@@ -112,6 +120,25 @@ class RaggedStore:
         shape = (self.batch, self.heads, int(self.capacities[0]), -1)
         length = int(self.pairs.host_lengths[0])
         return self.pairs.keys.view(shape)[:, :, :length], self.pairs.values.view(shape)[:, :, :length]
+
+    def rectangle(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All pairs as a rectangle, its length that of the longest segment.
+
+        Returns:
+            keys `(batch, heads, length, dim)` (a view where segments are even, a copy elsewhere); the slots they lie
+            in and their columns, `(batch, heads, length)`. Places that a shorter segment does not fill have the
+            column `NO_COLUMN`; their key and slot are some other pair's.
+        """
+        pairs, shape = self.pairs, (self.batch, self.heads, self.pairs.max_length)
+        places = torch.arange(pairs.max_length, device=pairs.starts.device)
+        slots = pairs.starts[:, None] + torch.minimum(places, (pairs.lengths - 1).clamp(min=0)[:, None])
+        slots = slots.clamp(max=max(self.scores.shape[0] - 1, 0))
+        columns = pairs.columns[slots].long()
+        even = self.uniform_length is not None
+        if not even:
+            columns = columns.masked_fill(places >= pairs.lengths[:, None], NO_COLUMN)
+        keys = self.dense()[0] if even else pairs.keys[slots].view(*shape, pairs.keys.shape[-1])
+        return keys, slots.view(shape), columns.view(shape)
 
     def filled(self) -> torch.Tensor:
         """`(slots,)`, bool: the slots that hold a pair."""
@@ -207,7 +234,7 @@ class RaggedStore:
 
         Args:
             keys, values: `(batch, heads, n, dim)`.
-            scores: `(batch, heads, n)`, float32.
+            scores: `(batch, heads, n)`, in the dtype of `self.scores`.
             keep: `(batch, heads, n)`, bool; False for padding.
             first_column, positions, valid: as for `append`.
             spare: free slots to leave in every segment.
@@ -359,6 +386,12 @@ class RaggedStore:
             first = pairs.lengths.view(self.batch, self.heads, 1) - counts.view(-1, 1, 1)
         slots = pairs.starts.view(self.batch, self.heads, 1) + first + torch.arange(m, device=first.device)
         return slots.clamp(0, max(int(self.capacities.sum()) - 1, 0)), positions, real
+
+    def settle(self) -> None:
+        """Pending pairs have been scored and are like the others now."""
+        if self.pending:
+            self.pending.clear()
+            self.layout += 1  # whatever was made of the buffers before does not have them
 
     # -- copies and devices -----------------------------------------------------------------------------------------
 

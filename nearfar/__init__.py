@@ -32,6 +32,11 @@ _PUBLIC_NAMES: dict[str, str] = {
     "DARForCausalLM": "modeling.modeling_dar",
     "DARForSequenceClassification": "modeling.modeling_dar",
     "DARModel": "modeling.modeling_dar",
+    "H2OCache": "modeling.cache_h2o",
+    "HybridAxialMapper": "modeling.modeling_axial_mapper",
+    "HybridAxialMapperConfig": "configuration.configuration_axial_mapper",
+    "IAMCache": "modeling.cache_iam",
+    "KVzipCache": "modeling.cache_kvzip",
     "KeyPrototypes": "modeling.key_prototypes",
     "Mano": "training.mano",
     "ProactiveCache": "modeling.cache_proactive",
@@ -39,22 +44,33 @@ _PUBLIC_NAMES: dict[str, str] = {
     "ProxyFormerConfig": "configuration.configuration_proxyformer",
     "ProxyFormerForCausalLM": "modeling.modeling_proxyformer",
     "ProxyFormerModel": "modeling.modeling_proxyformer",
+    "ProxyKVCache": "modeling.cache_proxykv",
+    "ProxyScorer": "modeling.proxy_scorer",
     "PrunedCache": "modeling.pruned_cache",
     "RandomCache": "modeling.cache_random",
+    "SnapKVCache": "modeling.cache_snapkv",
     "StreamingLLMCache": "modeling.cache_streaming_llm",
 }
 
 if TYPE_CHECKING:
+    from .configuration.configuration_axial_mapper import HybridAxialMapperConfig
     from .configuration.configuration_dar import DARConfig
     from .configuration.configuration_proxyformer import ProxyFormerConfig
     from .modeling.cache_dar import DARCache
+    from .modeling.cache_h2o import H2OCache
+    from .modeling.cache_iam import IAMCache
+    from .modeling.cache_kvzip import KVzipCache
     from .modeling.cache_proactive import ProactiveCache
     from .modeling.cache_proxy import ProxyCache
+    from .modeling.cache_proxykv import ProxyKVCache
     from .modeling.cache_random import RandomCache
+    from .modeling.cache_snapkv import SnapKVCache
     from .modeling.cache_streaming_llm import StreamingLLMCache
     from .modeling.key_prototypes import KeyPrototypes
+    from .modeling.modeling_axial_mapper import HybridAxialMapper
     from .modeling.modeling_dar import DARForCausalLM, DARForSequenceClassification, DARModel
     from .modeling.modeling_proxyformer import ProxyFormerForCausalLM, ProxyFormerModel
+    from .modeling.proxy_scorer import ProxyScorer
     from .modeling.pruned_cache import PrunedCache
     from .training.mano import Mano
 
@@ -64,6 +80,11 @@ __all__ = [
     "DARForCausalLM",
     "DARForSequenceClassification",
     "DARModel",
+    "H2OCache",
+    "HybridAxialMapper",
+    "HybridAxialMapperConfig",
+    "IAMCache",
+    "KVzipCache",
     "KeyPrototypes",
     "Mano",
     "ProactiveCache",
@@ -71,8 +92,11 @@ __all__ = [
     "ProxyFormerConfig",
     "ProxyFormerForCausalLM",
     "ProxyFormerModel",
+    "ProxyKVCache",
+    "ProxyScorer",
     "PrunedCache",
     "RandomCache",
+    "SnapKVCache",
     "StreamingLLMCache",
     "__version__",
 ]

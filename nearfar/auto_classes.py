@@ -10,8 +10,10 @@ def register() -> None:
         return
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    from .configuration.configuration_axial_mapper import HybridAxialMapperConfig
     from .configuration.configuration_dar import DARConfig
     from .configuration.configuration_proxyformer import ProxyFormerConfig
+    from .modeling.modeling_axial_mapper import HybridAxialMapper
     from .modeling.modeling_dar import DARForCausalLM, DARForSequenceClassification, DARModel
     from .modeling.modeling_proxyformer import ProxyFormerForCausalLM, ProxyFormerModel
 
@@ -22,4 +24,6 @@ def register() -> None:
     AutoConfig.register("proxyformer", ProxyFormerConfig)
     AutoModel.register(ProxyFormerConfig, ProxyFormerModel)
     AutoModelForCausalLM.register(ProxyFormerConfig, ProxyFormerForCausalLM)
+    AutoConfig.register("hybrid_axial_mapper", HybridAxialMapperConfig)
+    AutoModel.register(HybridAxialMapperConfig, HybridAxialMapper)
     _registered = True

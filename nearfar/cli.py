@@ -123,6 +123,7 @@ def _build_parser() -> argparse.ArgumentParser:
     from nearfar import __version__
     from nearfar.cli_convert import add_convert  # here, because it imports this module
     from nearfar.cli_eval import add_eval
+    from nearfar.cli_train import add_train
 
     parser = _Parser(
         prog="nearfar",
@@ -137,6 +138,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_fit_prototypes(commands)
     add_convert(commands)
     add_eval(commands)
+    add_train(commands)
     return parser
 
 
@@ -618,6 +620,7 @@ def _generate(args: argparse.Namespace) -> int:
     import torch
     from transformers import TextStreamer, set_seed
 
+    from nearfar.modeling.cache_kvzip import KVzipCache
     from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, cache_nbytes, make_cache
     from nearfar.modeling.compat import cache_argument
 
@@ -647,6 +650,10 @@ def _generate(args: argparse.Namespace) -> int:
     if args.temperature > 0:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
     set_seed(args.seed)
+    if isinstance(cache, KVzipCache):
+        if length < 2:
+            raise UserError("--cache kvzip reads the prompt but for its last token first: give a longer one")
+        cache.compress_context(model, inputs["input_ids"][:, :-1], tokenizer)  # generate reads the last token
     with torch.no_grad():
         output = model.generate(
             input_ids=inputs["input_ids"].to(device),

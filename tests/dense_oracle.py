@@ -18,6 +18,10 @@ from nearfar.modeling.pruned_cache import PrunedCache
 from nearfar.modeling.ragged_layer import RaggedLayer
 
 _SEEN: list[torch.Tensor] = []
+# Of the last oracle, by layer: query-key products `(batch, query heads, tokens, tokens)`, nothing masked; what each
+# query saw, `(batch, key-value heads, tokens, tokens)`.
+LOGITS: dict[int, torch.Tensor] = {}
+SEEN: dict[int, torch.Tensor] = {}
 
 
 def _explicit_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
@@ -25,6 +29,7 @@ def _explicit_attention(module, query, key, value, attention_mask, scaling=None,
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     logits = query @ key.transpose(-1, -2) * scaling
+    LOGITS[module.layer_idx], SEEN[module.layer_idx] = logits, visible
     logits = logits.masked_fill(~visible.repeat_interleave(group, 1), float("-inf"))
     weights = torch.nan_to_num(logits.softmax(-1))  # a query that sees nothing (padding) gives 0
     return (weights @ value).transpose(1, 2), None

@@ -1,9 +1,13 @@
 """Policies, padded batches and a conversation for the tests of `PrunedCache`."""
 
+from typing import Any
+
 import torch
 from dense_oracle import Drive
 from tiny_models import random_ids
 
+from nearfar.modeling.cache_h2o import H2OCache
+from nearfar.modeling.cache_snapkv import SnapKVCache
 from nearfar.modeling.pruned_cache import PrunedCache, TokenStates
 
 EXACT = 1e-10
@@ -26,6 +30,25 @@ class PlainCache(PrunedCache):
 
     def score(self, states: TokenStates) -> torch.Tensor:
         return states.keys.new_zeros(states.keys.shape[:3])
+
+
+class SmallSnapKVCache(SnapKVCache):
+    """A window that is shorter than the tests' budgets, and lengths that differ."""
+
+    default_allocation = "global"
+
+    def __init__(self, model: Any, *, window_tokens: int = 3, pooling_kernel: int = 3, **options: Any) -> None:
+        super().__init__(model, window_tokens=window_tokens, pooling_kernel=pooling_kernel, **options)
+
+
+class SharedH2OCache(H2OCache):
+    """Lengths that differ."""
+
+    default_allocation = "global"
+
+
+# What a pruned cache promises holds for policies that look at keys only and for those that watch queries.
+POLICIES: tuple[type[PrunedCache], ...] = (UnevenCache, SmallSnapKVCache, SharedH2OCache)
 
 
 def left_padded(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

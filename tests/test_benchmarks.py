@@ -47,6 +47,19 @@ def _quality(tiny: tuple[str, str], out: Path, *more: str) -> int:
     )  # fmt: skip
 
 
+def test_pruning_quality_of_policies_that_read_the_context_themselves(
+    tiny: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _quality(tiny, tmp_path, "--policies", "snapkv,h2o,kvzip", "--trials", "1", "--essay-trials", "0") == 0
+    assert "KVzip" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "measurements.jsonl").read_text().splitlines()[1:]]
+    full, *pruned = rows
+    assert [row["variant"] for row in pruned] == ["SnapKV, uniform", "SnapKV, global", "H2O", "KVzip"] * 2
+    for row in pruned:
+        assert 0 <= row["kept_pairs"] - row["size"] * full["kept_pairs"] < 4
+        assert 0 < row["scoring_share"] <= row["eviction_share"]
+
+
 def test_pruning_quality(
     tiny: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

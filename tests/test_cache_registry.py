@@ -7,9 +7,12 @@ from tiny_prototypes import fit_tiny
 from transformers import DynamicCache, StaticCache
 
 from nearfar.modeling import cache_registry
+from nearfar.modeling.cache_h2o import H2OCache
+from nearfar.modeling.cache_kvzip import KVzipCache
 from nearfar.modeling.cache_proactive import ProactiveCache
 from nearfar.modeling.cache_random import RandomCache
 from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, cache_nbytes, make_cache, register_cache
+from nearfar.modeling.cache_snapkv import SnapKVCache
 from nearfar.modeling.cache_streaming_llm import StreamingLLMCache
 from nearfar.modeling.compat import cache_argument
 
@@ -26,7 +29,7 @@ def read(model, cache, ids):
 
 
 def test_the_entries():
-    assert list(CACHES)[:4] == ["full", "streaming_llm", "random", "proactive"]
+    assert list(CACHES)[:7] == ["full", "streaming_llm", "random", "proactive", "snapkv", "h2o", "kvzip"]
     for name, entry in CACHES.items():
         assert entry.name == name and entry.label and entry.description.endswith(".")
     assert [name for name, entry in CACHES.items() if entry.needs_prototypes] == ["proactive"]
@@ -40,6 +43,10 @@ def test_each_is_made_with_its_options(model):
     assert isinstance(rand, RandomCache) and rand.seed == 3 and rand.retention_ratio == 0.5
     proactive = make_cache("proactive", model, budget=32, prototypes=fit_tiny(model), head="mlp")
     assert isinstance(proactive, ProactiveCache) and proactive.head == "mlp"
+    snapkv = make_cache("snapkv", model, budget=32, window_tokens=8, pooling="avg")
+    assert isinstance(snapkv, SnapKVCache) and (snapkv.window_tokens, snapkv.pooling) == (8, "avg")
+    assert isinstance(make_cache("h2o", model, budget=32, eviction_interval=1), H2OCache)
+    assert isinstance(make_cache("kvzip", model, retention_ratio=0.3), KVzipCache)
 
 
 def test_the_full_cache_knows_sliding_layers():

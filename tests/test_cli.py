@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, Cache, LlamaForCausalLM
 
 import nearfar
 from nearfar import cli
+from nearfar.modeling.cache_kvzip import KVzipCache
 from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, make_cache, register_cache
 from nearfar.modeling.compat import cache_argument
 
@@ -96,7 +97,7 @@ def _error(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
         (["demo", "--caches", ","], "names nothing"),
         (["demo", "--cache-option", "head"], "KEY=VALUE"),
         (["demo", "--text", "/nowhere/text.txt"], "no such file or folder: /nowhere/text.txt"),
-        (["demo", "--text", "TEXT", "--caches", "full,h2o"], "unknown cache 'h2o'; known caches: full, "),
+        (["demo", "--text", "TEXT", "--caches", "full,quest"], "unknown cache 'quest'; known caches: full, "),
         (["demo", "--text", "TEXT", "--caches", "full,full"], "twice"),
         (["demo", "--text", "TEXT", "--caches", "full", "--prototypes", "p"], "none of full uses prototypes"),
         (["demo", "--text", "TEXT", "--cache-option", "random.seed=1"], "random is not among the caches"),
@@ -117,7 +118,7 @@ def _error(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
         (["generate", "--prompt-file", "/nowhere"], "no such prompt file: /nowhere"),
         (["generate", "--prompt-file", "EMPTY"], "the prompt is empty"),
         (["generate", "--prompt-file", "BINARY"], "not UTF-8"),
-        (["generate", "--prompt", "a", "--cache", "h2o"], "unknown cache 'h2o'; known caches: full, "),
+        (["generate", "--prompt", "a", "--cache", "quest"], "unknown cache 'quest'; known caches: full, "),
         (["generate", "--prompt", "a", "--max-new-tokens", "0"], "positive"),
         (["generate", "--prompt", "a", "--temperature", "-1"], "0 (greedy)"),
         (["generate", "--prompt", "a", "--top-p", "0"], "(0, 1]"),
@@ -280,7 +281,7 @@ def _expected(checkpoint: str, prompt: str, cache_name: str, limit: int, **optio
     return tokenizer.decode(said, skip_special_tokens=True), len(said), cache_kept_pairs(cache)
 
 
-@pytest.mark.parametrize("name", ["full", "streaming_llm"])
+@pytest.mark.parametrize("name", ["full", "streaming_llm", "snapkv", "h2o"])
 def test_generate_streams_what_the_model_says(
     name: str, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,6 +300,23 @@ def test_generate_streams_what_the_model_says(
         f"{CACHES[name].label}: {len(prompt)} prompt tokens, {new} new; {kept:,} key-value pairs held of " in summary
     )
     assert summary.endswith(" bytes]")
+
+
+def test_generate_with_kvzip_compresses_the_prompt_first(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt, arguments = english(30), ["--max-new-tokens", "8", "--threads", "1", "--device", "cpu"]
+    arguments = ["generate", "--model", checkpoint, "--cache", "kvzip", "--budget", "32", *arguments]
+    assert cli.main([*arguments, "--prompt", prompt]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    cache = KVzipCache(model, budget=32).compress_context(model, ids[:, :-1], tokenizer)
+    expected = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    shown = capsys.readouterr()
+    assert shown.out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+    assert (
+        f"KVzip: {len(prompt)} prompt tokens" in shown.err and f"{cache.kept_pairs():,} key-value pairs" in shown.err
+    )
+    assert "give a longer one" in _error(capsys, [*arguments, "--prompt", "a"])
 
 
 def test_generate_reads_standard_input_and_applies_the_chat_template(

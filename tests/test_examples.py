@@ -38,11 +38,12 @@ def test_long_prompt(model_folder: Path, tmp_path: Path, monkeypatch, capsys) ->
     assert re.search(r"\d+ tokens seen, \d+ pairs kept", capsys.readouterr().out)
 
 
-def test_compress_once_ask_often(model_folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("kvzip", [False, True])
+def test_compress_once_ask_often(kvzip: bool, model_folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "essay.txt").write_text(english(100), encoding="utf-8")
     arguments = (
         "--model", model_folder, "--document", tmp_path / "essay.txt", "--question", "Who?", "--question", "When?",
-        "--save", tmp_path / "essay.context", "--max-new-tokens", 4,
+        "--save", tmp_path / "essay.context", "--max-new-tokens", 4, *(["--kvzip"] if kvzip else []),
     )  # fmt: skip
     run_example("compress_once_ask_often.py", monkeypatch, *arguments)
     first = capsys.readouterr().out

@@ -7,9 +7,9 @@ from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from nearfar.modeling import kvzip_scores
 from nearfar.modeling.compat import cache_argument
-from nearfar.modeling.kvzip_scores import RepeatPrompt, received_attention, reconstruction_scores
+from nearfar.modeling.kvzip_scores import RepeatPrompt, reconstruction_scores
+from nearfar.modeling.received_attention import BLOCK_ELEMENTS, received_attention
 
 PROMPT = RepeatPrompt(prefix=(1, 2), first=(3, 4, 5), later=(6, 7), suffix=(8, 9))
 PREFIX, LENGTH = 3, 23
@@ -78,7 +78,7 @@ def slow_scores(model, ids: list[int], chunks: list[tuple[int, int]], sinks: int
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("chunk_tokens, chunks", [(100, [(3, 23)]), (9, [(3, 10), (10, 16), (16, 23)])])
 def test_agrees_with_the_definition(kind, heads, layers, implementation, chunk_tokens, chunks, context, monkeypatch):
-    monkeypatch.setitem(kvzip_scores.BLOCK_ELEMENTS, "cpu", 300)  # several blocks of queries
+    monkeypatch.setitem(BLOCK_ELEMENTS, "cpu", 300)  # several blocks of queries
     model = tiny_model(kind, attention=implementation)
     found = reconstruction_scores(
         model, context, PROMPT, prefix_length=PREFIX, chunk_tokens=chunk_tokens, sink_tokens=2
@@ -116,7 +116,7 @@ def slow_scores_from_full_states(model, ids: list[int]) -> dict[int, torch.Tenso
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_prefill_statistics_and_full_cache(kind, context, monkeypatch):
-    monkeypatch.setitem(kvzip_scores.BLOCK_ELEMENTS, "cpu", 200)
+    monkeypatch.setitem(BLOCK_ELEMENTS, "cpu", 200)
     model = tiny_model(kind)
     found = reconstruction_scores(
         model, context, PROMPT, prefix_length=PREFIX, chunk_tokens=9, prefill_statistics=True
@@ -175,7 +175,7 @@ def test_block_size_does_not_matter(monkeypatch):
     query, keys = torch.randn(1, 4, 7, 8), torch.randn(1, 2, 12, 8)
     columns = torch.tensor([0, 1, 5, 6, 7, 20, 21, 22, 23, 24, 25, 26])
     whole = received_attention(query, keys, 0.3, columns, window=18)
-    monkeypatch.setitem(kvzip_scores.BLOCK_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(BLOCK_ELEMENTS, "cpu", 1)
     for mine, expected in zip(received_attention(query, keys, 0.3, columns, window=18), whole, strict=True):
         torch.testing.assert_close(mine, expected)
     assert torch.isclose(whole[1].sum(), torch.tensor(28.0))  # every query of every head gives away 1

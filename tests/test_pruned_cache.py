@@ -3,7 +3,7 @@
 import pytest
 import torch
 from dense_oracle import Drive
-from pruning_policies import EXACT, UnevenCache, left_padded, run_turns
+from pruning_policies import EXACT, POLICIES, UnevenCache, left_padded, run_turns
 from tiny_models import FAMILIES, random_ids, tiny_model
 
 from nearfar.modeling.cache_random import RandomCache
@@ -28,9 +28,19 @@ def test_turns_agree_with_the_oracle(family: str, allocation: str, attention: st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_left_padded_unequal_batch_agrees_with_the_oracle(family: str) -> None:
+@pytest.mark.parametrize("allocation", ["uniform", "head", "global"])
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_turns_of_policies_that_watch_queries(policy: type[PrunedCache], allocation: str, family: str) -> None:
     model = tiny_model(family)
-    cache = UnevenCache(model, budget=8, sink_tokens=2, recent_tokens=2, eviction_interval=3)
+    cache = policy(model, budget=10, sink_tokens=2, recent_tokens=3, allocation=allocation, eviction_interval=4)
+    assert run_turns(Drive(model, cache), batch=2).error() < EXACT
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_padded_unequal_batch_agrees_with_the_oracle(policy: type[PrunedCache], family: str) -> None:
+    model = tiny_model(family)
+    cache = policy(model, budget=8, sink_tokens=2, recent_tokens=2, eviction_interval=3)
     drive = Drive(model, cache)
     drive.feed(*left_padded([30, 17, 5]))
     for step in range(8):
@@ -42,12 +52,13 @@ def test_left_padded_unequal_batch_agrees_with_the_oracle(family: str) -> None:
     assert drive.error() < EXACT
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_flex_attention_and_its_block_masks(family: str) -> None:
+def test_flex_attention_and_its_block_masks(policy: type[PrunedCache], family: str) -> None:
     # Compiled flex kernels on CPU depend on the compiler at hand; what is tested here is the interface.
     with torch.compiler.set_stance("force_eager"):
         model = tiny_model(family, attention="flex_attention", dtype=torch.float32)
-        cache = UnevenCache(model, budget=8, sink_tokens=2, eviction_interval=3)
+        cache = policy(model, budget=8, sink_tokens=2, eviction_interval=3)
         drive = Drive(model, cache)
         drive.feed(*left_padded([30, 17]))
         for step in range(4):
@@ -86,27 +97,29 @@ def _compare_with_cpu(family: str, attention: str) -> None:
     assert float((got - expected)[real].norm() / expected[real].norm()) < 6e-2
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_layers_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_on_two_devices(policy: type[PrunedCache], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nearfar.modeling.pruned_cache.TRIM_BYTES", 0)  # layers compete before the last one too
     model = tiny_model(dtype=torch.float32)
-    expected = run_turns(Drive(model, UnevenCache(model, budget=10, eviction_interval=4)))
+    expected = run_turns(Drive(model, policy(model, budget=10, eviction_interval=4)))
     from accelerate import dispatch_model
 
     placed = dispatch_model(
         model, {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": "cpu",
                 "model.layers.2": 0, "model.norm": 0, "lm_head": 0}, main_device=0)  # fmt: skip
-    got = run_turns(Drive(placed, UnevenCache(placed, budget=10, eviction_interval=4)))
+    got = run_turns(Drive(placed, policy(placed, budget=10, eviction_interval=4)))
     difference = torch.cat(got.logits, 1).cpu() - torch.cat(expected.logits, 1)
     assert float(difference.abs().max()) < 1e-3
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_offloading_on_cuda() -> None:
+def test_offloading_on_cuda(policy: type[PrunedCache]) -> None:
     model = tiny_model(dtype=torch.float32).cuda()
     drives = []
     for offloading in (False, True):
-        drive = Drive(model, UnevenCache(model, budget=10, eviction_interval=4, offloading=offloading))
+        drive = Drive(model, policy(model, budget=10, eviction_interval=4, offloading=offloading))
         drive.feed(random_ids(1, 30).cuda())
         for step in range(9):
             drive.feed(random_ids(1, 1, step).cuda())
@@ -115,9 +128,10 @@ def test_offloading_on_cuda() -> None:
     assert float((drives[0].logits[-1] - drives[1].logits[-1]).abs().max()) < 1e-5
 
 
-def test_right_padding_is_never_kept_nor_seen() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_right_padding_is_never_kept_nor_seen(policy: type[PrunedCache]) -> None:
     model = tiny_model()
-    cache = UnevenCache(model, budget=8, sink_tokens=2, recent_tokens=3)
+    cache = policy(model, budget=8, sink_tokens=2, recent_tokens=3)
     drive = Drive(model, cache)
     ids, mask = random_ids(2, 20), torch.ones(2, 20, dtype=torch.long)
     ids[1, 12:], mask[1, 12:] = 0, 0
@@ -127,10 +141,11 @@ def test_right_padding_is_never_kept_nor_seen() -> None:
     assert drive.error() < EXACT
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("chunk", [1, 4, 9, 10, 11, 41])
-def test_chunked_prefill_agrees_with_the_oracle(chunk: int) -> None:
+def test_chunked_prefill_agrees_with_the_oracle(policy: type[PrunedCache], chunk: int) -> None:
     model, ids = tiny_model("mistral"), random_ids(1, 41)
-    cache = UnevenCache(model, budget=10, sink_tokens=2, eviction_interval=4)
+    cache = policy(model, budget=10, sink_tokens=2, eviction_interval=4)
     drive = Drive(model, cache)
     for first in range(0, 41, chunk):
         drive.feed(ids[:, first : first + chunk])
@@ -172,7 +187,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", [StreamingLLMCache, RandomCache, UnevenCache])
+@pytest.mark.parametrize("policy", [StreamingLLMCache, RandomCache, *POLICIES])
 def test_within_the_budget_it_is_the_full_cache(family: str, policy: type[PrunedCache]) -> None:
     model, ids = tiny_model(family), random_ids(2, 21)
     cache = policy(model, budget=64)
@@ -185,31 +200,34 @@ def test_within_the_budget_it_is_the_full_cache(family: str, policy: type[Pruned
     assert cache.get_seq_length() == got.sequences.shape[1] - 1
 
 
-def test_left_padded_within_the_budget_it_is_the_full_cache() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_left_padded_within_the_budget_it_is_the_full_cache(policy: type[PrunedCache]) -> None:
     model = tiny_model()
     ids, mask = left_padded([20, 9])
     settings = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
     expected = model.generate(ids, **settings)
-    assert torch.equal(model.generate(ids, past_key_values=UnevenCache(model, budget=64), **settings), expected)
+    assert torch.equal(model.generate(ids, past_key_values=policy(model, budget=64), **settings), expected)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}])
-def test_beams(settings: dict) -> None:
+def test_beams(policy: type[PrunedCache], settings: dict) -> None:
     model = tiny_model()
     ids, mask = left_padded([15, 8])
     settings = {**settings, "attention_mask": mask, "max_new_tokens": 14, "do_sample": False}
     expected = model.generate(ids, **settings)
-    assert torch.equal(model.generate(ids, past_key_values=UnevenCache(model, budget=64), **settings), expected)
-    pruned = model.generate(ids, past_key_values=UnevenCache(model, budget=9, eviction_interval=3), **settings)
+    assert torch.equal(model.generate(ids, past_key_values=policy(model, budget=64), **settings), expected)
+    pruned = model.generate(ids, past_key_values=policy(model, budget=9, eviction_interval=3), **settings)
     assert pruned.shape[0] == expected.shape[0]
 
 
-def test_reordered_rows_continue_as_if_they_had_been_there_all_along() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_reordered_rows_continue_as_if_they_had_been_there_all_along(policy: type[PrunedCache]) -> None:
     model, (ids, mask) = tiny_model(), left_padded([25, 19, 22])
     order = torch.tensor([2, 0, 0])
     drives = []
     for rows, real in ((ids, mask), (ids[order], mask[order])):
-        cache = UnevenCache(model, budget=9, eviction_interval=3)
+        cache = policy(model, budget=9, eviction_interval=3)
         drive = Drive(model, cache)
         drive.feed(rows, real)
         for step in range(2):
@@ -228,9 +246,10 @@ def test_reordered_rows_continue_as_if_they_had_been_there_all_along() -> None:
             assert drives[0].cache.kept_columns(layer, row) == drives[1].cache.kept_columns(layer, row)
 
 
-def test_batch_repeat_and_select() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_batch_repeat_and_select(policy: type[PrunedCache]) -> None:
     model = tiny_model()
-    cache = UnevenCache(model, budget=9)
+    cache = policy(model, budget=9)
     Drive(model, cache).feed(*left_padded([25, 14]))
     before = [cache.kept_columns(1, row) for row in range(2)]
     cache.batch_repeat_interleave(2)
@@ -239,13 +258,14 @@ def test_batch_repeat_and_select() -> None:
     assert [cache.kept_columns(1, row) for row in range(2)] == [before[1], before[0]]
 
 
-def test_assisted_decoding_as_target() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_assisted_decoding_as_target(policy: type[PrunedCache]) -> None:
     model, ids = tiny_model(), random_ids(1, 20)
     assistant = tiny_model(seed=3)
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
-    cache = UnevenCache(model, budget=64)
+    cache = policy(model, budget=64)
     got = model.generate(ids, assistant_model=assistant, past_key_values=cache, max_new_tokens=12, do_sample=False)
     assert torch.equal(got, expected)
-    pruned = UnevenCache(model, budget=10, eviction_interval=4)
+    pruned = policy(model, budget=10, eviction_interval=4)
     model.generate(ids, assistant_model=assistant, past_key_values=pruned, max_new_tokens=12, do_sample=False)
     assert pruned.kept_pairs() <= (10 + 4 + 8) * 6

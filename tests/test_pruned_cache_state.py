@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from dense_oracle import Drive
-from pruning_policies import EXACT, PlainCache, UnevenCache, left_padded, run_turns
+from pruning_policies import EXACT, POLICIES, PlainCache, UnevenCache, left_padded, run_turns
 from tiny_models import random_ids, tiny_model
 from transformers import DynamicCache
 
@@ -18,11 +18,12 @@ from nearfar.modeling.ragged_layer import RaggedLayer
 # -- state ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_state_on_the_model() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_state_on_the_model(policy: type[PrunedCache]) -> None:
     model, ids = tiny_model(), random_ids(1, 30)
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
-    model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=UnevenCache(model, budget=8))
+    model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=policy(model, budget=8))
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
@@ -49,9 +50,10 @@ def test_an_exception_inside_attention_leaves_the_model_usable() -> None:
     assert torch.equal(model(ids).logits, expected)
 
 
-def test_reset_then_another_prompt() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_reset_then_another_prompt(policy: type[PrunedCache]) -> None:
     model = tiny_model()
-    cache = UnevenCache(model, budget=8, eviction_interval=3)
+    cache = policy(model, budget=8, eviction_interval=3)
     Drive(model, cache).feed(random_ids(1, 60))
     cache.reset()
     assert cache.get_seq_length() == cache.kept_pairs() == cache.nbytes() == 0
@@ -59,10 +61,11 @@ def test_reset_then_another_prompt() -> None:
     assert drive.error() < EXACT
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_snapshot_and_restore_answer_two_questions_alike(family: str) -> None:
+def test_snapshot_and_restore_answer_two_questions_alike(policy: type[PrunedCache], family: str) -> None:
     model = tiny_model(family)
-    cache = UnevenCache(model, budget=9, eviction_interval=3)
+    cache = policy(model, budget=9, eviction_interval=3)
     drive = Drive(model, cache)
     drive.feed(random_ids(1, 40))
     snapshot = cache.snapshot()
@@ -78,9 +81,10 @@ def test_snapshot_and_restore_answer_two_questions_alike(family: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_deepcopy_is_independent() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_deepcopy_is_independent(policy: type[PrunedCache]) -> None:
     model = tiny_model()
-    cache = UnevenCache(model, budget=9, eviction_interval=3)
+    cache = policy(model, budget=9, eviction_interval=3)
     drive = Drive(model, cache)
     drive.feed(random_ids(1, 40))
     twin = copy.deepcopy(cache)
@@ -91,10 +95,11 @@ def test_deepcopy_is_independent() -> None:
     assert torch.equal(other.feed(random_ids(1, 12, 3)), drive.logits[-1])
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
-def test_a_saved_context_continues_the_same(family: str, tmp_path) -> None:
+def test_a_saved_context_continues_the_same(policy: type[PrunedCache], family: str, tmp_path) -> None:
     model = tiny_model(family)
-    cache = UnevenCache(model, budget=9, eviction_interval=3)
+    cache = policy(model, budget=9, eviction_interval=3)
     drive = Drive(model, cache)
     drive.feed(*left_padded([40, 22]))
     for step in range(2):
@@ -102,7 +107,7 @@ def test_a_saved_context_continues_the_same(family: str, tmp_path) -> None:
     path = tmp_path / "context.safetensors"
     cache.save_context(path)
     assert [p.name for p in tmp_path.iterdir()] == ["context.safetensors"]
-    loaded = UnevenCache.load_context(path, model)
+    loaded = policy.load_context(path, model)
     assert loaded.settings() == cache.settings()
     assert loaded.row_budgets == cache.row_budgets
     assert loaded.get_seq_length() == cache.get_seq_length()
@@ -111,9 +116,10 @@ def test_a_saved_context_continues_the_same(family: str, tmp_path) -> None:
         assert float((other.feed(ids) - drive.feed(ids)).abs().max()) < EXACT
 
 
-def test_crop_undoes_what_came_after_the_last_eviction() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_crop_undoes_what_came_after_the_last_eviction(policy: type[PrunedCache]) -> None:
     model = tiny_model()
-    cache = UnevenCache(model, budget=10, eviction_interval=9)
+    cache = policy(model, budget=10, eviction_interval=9)
     drive = Drive(model, cache)
     drive.feed(random_ids(1, 30))
     kept = [cache.kept_columns(layer) for layer in range(3)]
@@ -146,10 +152,11 @@ def test_crop_beyond_an_eviction_or_the_start_is_refused() -> None:
     assert fresh.kept_columns(2)[1] == list(range(18))
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("size", [{"budget": 9}, {"retention_ratio": 0.2}])
-def test_chunks_inside_hold_eviction_equal_one_prefill(size: dict) -> None:
+def test_chunks_inside_hold_eviction_equal_one_prefill(policy: type[PrunedCache], size: dict) -> None:
     model, ids = tiny_model("gemma3"), random_ids(1, 44)
-    at_once, chunked = UnevenCache(model, **size), UnevenCache(model, **size)
+    at_once, chunked = policy(model, **size), policy(model, **size)
     Drive(model, at_once).feed(ids)
     drive = Drive(model, chunked)
     with chunked.hold_eviction():
@@ -181,10 +188,11 @@ def test_ingesting_a_full_cache_equals_a_prefill(family: str, padded: bool) -> N
     assert full.get_seq_length() == 40
 
 
-def test_offloaded_layers_compute_the_same() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_offloaded_layers_compute_the_same(policy: type[PrunedCache]) -> None:
     model = tiny_model()
     drives = [
-        run_turns(Drive(model, UnevenCache(model, budget=9, eviction_interval=4, offloading=offloading)))
+        run_turns(Drive(model, policy(model, budget=9, eviction_interval=4, offloading=offloading)))
         for offloading in (False, True)
     ]
     assert torch.equal(torch.cat(drives[0].logits, 1), torch.cat(drives[1].logits, 1))
@@ -220,12 +228,13 @@ def test_memory_is_freed_with_the_cache() -> None:
 # -- rows, roll-backs and settings that must not leak ---------------------------------------------------------------
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_restoring_brings_back_bytes_and_budgets(quantization: str | None) -> None:
+def test_restoring_brings_back_bytes_and_budgets(policy: type[PrunedCache], quantization: str | None) -> None:
     if quantization:
         pytest.importorskip("torchao")
     model = tiny_model(dtype=torch.float32)
-    cache = UnevenCache(model, retention_ratio=0.4, sink_tokens=2, eviction_interval=4, quantization=quantization)
+    cache = policy(model, retention_ratio=0.4, sink_tokens=2, eviction_interval=4, quantization=quantization)
     drive = Drive(model, cache)
     drive.feed(*left_padded([60, 30]))
     before, budgets, snapshot = cache.nbytes(), cache.row_budgets, cache.snapshot()
@@ -241,9 +250,10 @@ def test_restoring_brings_back_bytes_and_budgets(quantization: str | None) -> No
     assert cache.nbytes() < 1.3 * before
 
 
-def test_budgets_follow_their_rows() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_budgets_follow_their_rows(policy: type[PrunedCache]) -> None:
     model = tiny_model()
-    cache = UnevenCache(model, retention_ratio=0.4, sink_tokens=2)
+    cache = policy(model, retention_ratio=0.4, sink_tokens=2)
     Drive(model, cache).feed(*left_padded([60, 30]))
     cache.reorder_cache(torch.tensor([1, 0]))
     assert cache.row_budgets == [12, 24]
@@ -253,9 +263,10 @@ def test_budgets_follow_their_rows() -> None:
     assert cache.row_budgets == [12, 24]
 
 
-def test_a_second_turn_after_assisted_decoding_is_pruned_again() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_second_turn_after_assisted_decoding_is_pruned_again(policy: type[PrunedCache]) -> None:
     model, assistant = tiny_model(), tiny_model(seed=3)
-    cache = UnevenCache(model, budget=10, eviction_interval=4)
+    cache = policy(model, budget=10, eviction_interval=4)
     ids = model.generate(random_ids(1, 20), assistant_model=assistant, past_key_values=cache, max_new_tokens=12)
     for turn in range(3):
         ids = torch.cat([ids, random_ids(1, 40, turn)], 1)
@@ -325,20 +336,22 @@ def test_positions_are_copied_from_the_caller() -> None:
     assert seen == [[20, 21, 22, 23]] * 3
 
 
-def test_a_ratio_without_a_prefill_grows_with_the_text() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_ratio_without_a_prefill_grows_with_the_text(policy: type[PrunedCache]) -> None:
     model = tiny_model()
-    cache = UnevenCache(model, retention_ratio=0.25, sink_tokens=2, eviction_interval=8)
+    cache = policy(model, retention_ratio=0.25, sink_tokens=2, eviction_interval=8)
     drive = Drive(model, cache)
     for step in range(120):
         drive.feed(random_ids(1, 1, step))
     assert 25 * 6 <= cache.kept_pairs() <= (30 + 8) * 6
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("inside", [True, False])
-def test_inference_mode(inside: bool) -> None:
+def test_inference_mode(policy: type[PrunedCache], inside: bool) -> None:
     model, ids = tiny_model(), random_ids(1, 24)
-    expected = run_turns(Drive(model, UnevenCache(model, budget=9, eviction_interval=3)), prompt=24)
-    cache = UnevenCache(model, budget=9, eviction_interval=3)
+    expected = run_turns(Drive(model, policy(model, budget=9, eviction_interval=3)), prompt=24)
+    cache = policy(model, budget=9, eviction_interval=3)
     drive = Drive(model, cache)
     with torch.inference_mode():
         drive.feed(random_ids(1, 24, 1))
@@ -355,9 +368,10 @@ def test_gradients_through_a_cache_are_refused() -> None:
         model(random_ids(1, 5), **{cache_argument(model): UnevenCache(model, budget=8)})
 
 
-def test_a_copy_made_while_eviction_is_held_is_not_held() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_copy_made_while_eviction_is_held_is_not_held(policy: type[PrunedCache]) -> None:
     model = tiny_model()
-    cache = UnevenCache(model, budget=10)
+    cache = policy(model, budget=10)
     with cache.hold_eviction():
         Drive(model, cache).feed(random_ids(1, 40))
         twin = copy.deepcopy(cache)

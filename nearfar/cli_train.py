@@ -1,0 +1,284 @@
+"""`nearfar train-mapper`: arguments and command. Like `cli`, importing it imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearfar import cli
+from nearfar.cli_eval import _ExamplesFormatter, _length, _share
+
+if TYPE_CHECKING:
+    from nearfar.training.mapper_pairs import MapperPairs
+
+EXAMPLES = """\
+examples:
+  nearfar train-mapper --proxy meta-llama/Llama-3.2-1B-Instruct --target meta-llama/Llama-3.1-8B-Instruct --out mapper
+      Compute the pairs of the paper's mixture (needs the `datasets` package), then train by the paper's recipe. The
+      same command with --resume goes on where it was interrupted; computed pairs are kept in any case.
+  nearfar train-mapper --proxy small --target large --sources books/ needles --contexts 40 --epochs 5 --out mapper
+      On text of your own, with needles hidden in it, for a short time.
+  nearfar train-mapper --proxy small --target large --sources gsm8k squad --pairs pairs --pairs-only
+      Compute pairs only; more sources can be added to the same folder later.
+  nearfar train-mapper --pairs pairs --steps 2000 --loss-scope context --layer-queries --out mapper-2000
+      Train on pairs that are there, without loading either model.
+  accelerate launch --num_processes 4 examples/train_mapper.py --pairs pairs --batch-size 3 --out mapper
+      The same on several GPUs, each with batches of its own.
+"""
+_RUN_FILE = "run.json"
+
+
+def add_train(commands: Any) -> None:
+    """Add `train-mapper`."""
+    parser = cli._command(
+        commands,
+        "train-mapper",
+        _train_mapper,
+        help="train ProxyKV's mapper from a small model's attention to a large model's scores",
+        description=(
+            "Read texts with a proxy (its attention) and with a target (KVzip's scores, the oracle), keep both on "
+            "disk, and train a HybridAxialMapper from one to the other. Leaves in --out: model/ (the best weights, a "
+            "checkpoint that loads with trust_remote_code), training.jsonl, training.png and run.json."
+        ),
+    )
+    parser.epilog = EXAMPLES
+    parser.formatter_class = _ExamplesFormatter
+    parser.add_argument("--out", default=None, metavar="DIR", help="where the run goes (needed to train)")
+    parser.add_argument("--resume", action="store_true", help="go on with what was interrupted, from its checkpoint")
+
+    add = parser.add_argument_group("pairs").add_argument
+    add("--proxy", default=None, metavar="ID_OR_DIR", help="the small model; not needed when all pairs are there")
+    add("--target", default=None, metavar="ID_OR_DIR", help="the large model, of the same family")
+    add("--tokenizer", default=None, metavar="ID_OR_DIR", help="default: the target's")
+    add("--pairs", default=None, metavar="DIR", help="where pairs are kept (default: pairs in --out)")
+    add("--pairs-only", action="store_true", help="compute pairs and end")
+    add(
+        "--sources",
+        nargs="+",
+        default=None,
+        metavar="SOURCE",
+        help="text files and folders, ids of datasets (owner/name or owner/name:config), and names: gsm8k, squad, "
+        "scbench:SUBSET, needles (default: the paper's mixture when --proxy and --target are given)",
+    )
+    add("--split", default=None, help="of datasets named by their id (default: train)")
+    add("--column", default=None, help="of datasets named by their id (default: found by name)")
+    add("--contexts", type=cli._positive_int, default=100, metavar="N", help="from each source")
+    add("--context-tokens", type=_length, default="8k", metavar="N", help="most tokens of a context; k is 1024")
+    add("--join-tokens", type=_length, default="2k", metavar="N", help="shorter documents are joined up to this")
+    add("--chunk-tokens", type=cli._positive_int, default=2000, metavar="N", help="that the target repeats at once")
+    add("--storage", choices=("float16", "float32"), default="float16", help="of pairs on disk")
+
+    add = parser.add_argument_group("mapper").add_argument
+    add("--hidden-size", type=cli._positive_int, default=512, metavar="N", help="of the encoder")
+    add("--layers", type=cli._positive_int, default=6, metavar="N", help="of the encoder")
+    add("--heads", type=cli._positive_int, default=8, metavar="N", help="of the encoder")
+    add("--head-dim", type=cli._positive_int, default=64, metavar="N", help="of the target queries")
+    add("--crop-tokens", type=_length, default="2k", metavar="N", help="read at once; half of it from crop to crop")
+    add("--dropout", type=cli._float, default=0.1, metavar="P", help="in the encoder")
+    add("--feature-transform", choices=("none", "log"), default="none", help="of the column sums")
+    add("--layer-queries", action="store_true", help="queries of their own for each target layer")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--epochs", type=cli._positive_int, default=30, metavar="N", help="over the training contexts")
+    add("--steps", type=cli._positive_int, default=None, metavar="N", help="end after N steps, if that is sooner")
+    add("--epoch-steps", type=cli._positive_int, default=None, metavar="N",
+        help="steps of an epoch (default: what shows every crop once)")  # fmt: skip
+    add("--batch-size", type=cli._positive_int, default=8, metavar="N", help="crops a step, of each process")
+    add("--learning-rate", type=cli._float, default=2e-4, metavar="R", help="after the warm-up")
+    add("--weight-decay", type=cli._float, default=1e-4, metavar="R", help="of AdamW")
+    add("--warmup-steps", type=cli._count, default=1000, metavar="N", help="of a linear warm-up")
+    add("--clip", type=cli._float, default=1.0, metavar="N", help="largest norm of the gradient; 0 for no limit")
+    add("--validation", type=_share, default=0.05, metavar="S", help="share of the contexts held out")
+    add("--validation-crops", type=cli._positive_int, default=512, metavar="N", help="most that are measured")
+    add("--loss-scope", choices=("layer", "head", "context"), default="layer",
+        help="what a top-K of the loss is taken over; context: all layers and heads together")  # fmt: skip
+    add("--log-every", type=cli._positive_int, default=50, metavar="N", help="steps between lines of the log")
+    add("--save-every", type=cli._positive_int, default=1000, metavar="N",
+        help="steps between checkpoints, besides those after an epoch")  # fmt: skip
+    add("--seed", type=int, default=0, help="of weights, split, crops and needles")
+    add("--push-to-hub", default=None, metavar="ID", help="also push the best mapper to this Hub repository")
+    cli.add_machine_arguments(parser)
+
+
+def _train_mapper(args: argparse.Namespace) -> int:
+    out, folder = _check_arguments(args)
+
+    from nearfar.training.mapper_losses import MapperLoss
+    from nearfar.training.mapper_training import MapperTraining
+
+    options = MapperTraining(
+        epochs=args.epochs,
+        steps=args.steps,
+        epoch_steps=args.epoch_steps,
+        batch_size=args.batch_size,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        warmup_steps=args.warmup_steps,
+        clip=args.clip,
+        validation=args.validation,
+        validation_crops=args.validation_crops,
+        seed=args.seed,
+        log_every=args.log_every,
+        save_every=args.save_every,
+        loss=MapperLoss(scope=args.loss_scope),
+    )
+    import torch
+    from accelerate import PartialState
+
+    device = cli.find_device(args)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    state = PartialState(cpu=device.type == "cpu")
+    cli.set_threads(args, device)
+    if args.proxy is not None:
+        _compute(args, folder, state.device if args.device == "auto" else device)
+        gc.collect()  # the models go before the mapper comes
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    from nearfar.training.mapper_pairs import MapperPairs
+
+    pairs = MapperPairs(folder)
+    if args.pairs_only:
+        state.print(f"{pairs!r}: {folder}")
+        return 0
+    assert out is not None
+    return _train(args, out, pairs, options, cpu=device.type == "cpu")
+
+
+def _check_arguments(args: argparse.Namespace) -> tuple[Path | None, Path]:
+    """Output and pairs folder; whatever needs no library is checked here."""
+    if args.out is None and not (args.pairs_only and args.pairs):
+        raise cli.UserError("give --out, or --pairs and --pairs-only")
+    out = None if args.out is None else Path(args.out)
+    folder = Path(args.pairs) if args.pairs is not None else Path(args.out) / "pairs"
+    for option, path in (("--out", out), ("--pairs", folder)):
+        if path is not None and path.exists() and not path.is_dir():
+            raise cli.UserError(f"{option} {path} is a file; give a folder")
+    if (args.proxy is None) != (args.target is None):
+        raise cli.UserError("give both --proxy and --target, or neither to train on the pairs in --pairs")
+    if args.proxy is None and args.sources is not None:
+        raise cli.UserError("--sources: to compute pairs, give --proxy and --target too")
+    if args.proxy is None and not any(folder.glob("index-*.json")):
+        raise cli.UserError(f"{folder} holds no pairs yet: give --proxy and --target to compute them")
+    if out is not None and not args.pairs_only:
+        unfinished = any(out.glob("checkpoint-*")) or (out / "training.jsonl").is_file()
+        if unfinished and not args.resume:
+            raise cli.UserError(f"{out} holds a run already: add --resume to go on with it, or delete it")
+    if args.dtype == "float16" and not args.pairs_only:
+        raise cli.UserError("--dtype float16: a mapper is trained in float32 or bfloat16")
+    if args.crop_tokens < 2:
+        raise cli.UserError(f"--crop-tokens must be at least 2, got {args.crop_tokens}")
+    return out, folder
+
+
+def _compute(args: argparse.Namespace, folder: Path, device: Any) -> None:
+    """The pairs that are missing."""
+    from nearfar.training.mapper_pairs import (
+        NEEDLES,
+        PAPER_MIXTURE,
+        PairSettings,
+        compute_pairs,
+        mixture_contexts,
+    )
+
+    sources = args.sources or list(PAPER_MIXTURE)
+    settings = PairSettings(chunk_tokens=args.chunk_tokens, storage=args.storage)
+    proxy_source, target_source = cli.model_source(args.proxy), cli.model_source(args.target)
+    tokenizer = cli.load_tokenizer(args.tokenizer or target_source)
+    haystack = None
+    if set(sources) == {NEEDLES}:
+        haystack = [cli._packaged_text(8 * args.context_tokens)]
+    contexts = mixture_contexts(
+        tokenizer,
+        sources,
+        args.contexts,
+        context_tokens=args.context_tokens,
+        join_tokens=args.join_tokens,
+        haystack=haystack,
+        split=args.split,
+        column=args.column,
+        seed=args.seed,
+    )
+    dtype = cli.find_dtype(args, device)
+    proxy, target = (cli.load_model(source, device, dtype) for source in (proxy_source, target_source))
+    compute_pairs(folder, proxy, target, tokenizer, contexts, settings)
+
+
+def _train(args: argparse.Namespace, out: Path, pairs: MapperPairs, options: Any, *, cpu: bool) -> int:
+    import dataclasses
+
+    from accelerate import PartialState
+
+    from nearfar.evaluation.comparison import aligned_table
+    from nearfar.evaluation.machine import machine_report
+    from nearfar.modeling.atomic_file import write_beside
+    from nearfar.modeling.modeling_axial_mapper import HybridAxialMapper
+    from nearfar.training import mapper_training
+
+    bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and not cpu)
+    options = dataclasses.replace(options, bf16=bf16)
+    mapper = mapper_training.new_mapper(
+        pairs,
+        args.seed,
+        hidden_size=args.hidden_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        head_dim=args.head_dim,
+        dropout=args.dropout,
+        feature_transform=args.feature_transform,
+        layer_queries=args.layer_queries,
+        window_tokens=args.crop_tokens,
+        window_stride=args.crop_tokens // 2,
+    )
+    trainer = mapper_training.MapperTrainer(mapper, pairs, out, options, cpu=cpu)
+    state = PartialState()
+    state.print(
+        f"{pairs!r}; a mapper of {mapper.num_parameters():,} parameters; {trainer.total_steps:,} steps, "
+        f"{trainer.epoch_steps:,} an epoch"
+    )
+    run: dict[str, Any] = {
+        "command": args.command_line,
+        "settings": options.to_dict(),
+        "pairs": str(pairs.folder),
+        "contexts": {"train": len(trainer.train_contexts), "validation": len(trainer.validation_contexts)},
+        "parameters": mapper.num_parameters(),
+        "machine": machine_report(trainer.device),
+        "result": None,
+    }
+
+    def record() -> None:
+        text = json.dumps(run, indent=2) + "\n"
+        write_beside(out / _RUN_FILE, lambda file: file.write_text(text, encoding="utf-8"))
+
+    if state.is_main_process:
+        record()
+    result = trainer.train(mapper_training.last_checkpoint(out) if args.resume else None)
+    if not state.is_main_process:
+        return 0
+    best = HybridAxialMapper.from_pretrained(out / mapper_training.MODEL_NAME).to(trainer.device).eval()
+    held_out = trainer.validation_contexts[:16]
+    whole = mapper_training.context_mass_reconstruction(best, pairs, held_out, options.mass_ratios)
+    run["result"] = {**result, "whole_contexts": whole}
+    record()
+    first, last = result["untrained"], result["last"]
+    rows = [
+        [
+            name,
+            f"{first['mass_reconstruction'][name]:.3f}",
+            f"{last['mass_reconstruction'][name]:.3f}",
+            f"{whole[name]['share']:.3f}",
+            f"{whole[name]['relative']:.3f}",
+        ]
+        for name in first["mass_reconstruction"]
+    ]
+    print(
+        aligned_table(["mass reconstruction at", "untrained", "last", "best, whole contexts", "of the oracle's"], rows)
+    )
+    print(f"{result['steps']:,} steps in {result['seconds']:,.1f} s; {out / mapper_training.MODEL_NAME}")
+    if args.push_to_hub is not None:
+        best.push_to_hub(args.push_to_hub)
+        print(f"pushed: {args.push_to_hub}")
+    return 0

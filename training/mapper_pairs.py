@@ -1,0 +1,690 @@
+"""What a HybridAxialMapper learns from: a proxy's attention features X and the target's KVzip scores Y, kept on disk.
+
+Both are computed once for each context (one prefill of the proxy, one oracle pass of the target) and read many times::
+
+    contexts = cut_documents(tokenizer, "book", texts, count=50)
+    compute_pairs("pairs", proxy, target, tokenizer, contexts)
+    pairs = MapperPairs("pairs")
+
+A folder of pairs holds shards of several contexts end to end, two `.npy` files each (features `(L_s, H_s, tokens)`,
+scores `(L_l, H_l, tokens)`), which are mapped into memory rather than read, and for each process that wrote there an
+`index-<process>.json` that names models, settings and finished shards. A shard is listed only once it is whole, so an
+interrupted run goes on after the last one; contexts that are there already are not computed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from tqdm import tqdm
+
+from nearfar.configuration.configuration_axial_mapper import HybridAxialMapperConfig
+from nearfar.evaluation.needles import needle_trials
+from nearfar.evaluation.texts import load_dataset_texts, load_texts
+from nearfar.modeling.atomic_file import write_beside
+from nearfar.modeling.kvzip_scores import QUOTED_TOKENS, RepeatPrompt, reconstruction_scores
+from nearfar.modeling.model_identity import embedding_fingerprint, same_model
+from nearfar.modeling.prunable_models import text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "PAPER_MIXTURE",
+    "MapperPairs",
+    "PairContext",
+    "PairSettings",
+    "compute_pairs",
+    "cut_documents",
+    "mixture_contexts",
+    "needle_contexts",
+    "read_documents",
+]
+
+_FORMAT = 1
+# A shard is closed when it holds so many tokens, or after so many seconds: what an interruption costs at most.
+SHARD_TOKENS, SHARD_SECONDS = 1 << 16, 300.0
+# Shorter pieces of text say next to nothing about what a model repeats.
+LEAST_TOKENS = 32
+# More characters of a document than this for each token wanted are not handed to the tokenizer.
+_CHARACTERS_A_TOKEN = 16
+# Tokens that a hidden needle adds to its context, at most.
+_NEEDLE_TOKENS = 64
+
+# Takes a model and ids (1, n), gives features (layers, 1, query heads, n).
+Features = Callable[["PreTrainedModel", torch.Tensor], torch.Tensor]
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PairContext:
+    """Token ids of one context, without what stands before it (chat header or beginning-of-sequence token)."""
+
+    name: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _HubSource:
+    """A dataset of the mixture: where it is, and how a row becomes a document."""
+
+    dataset: str
+    config: str | None
+    split: str
+    document: Callable[[dict[str, Any]], str]
+
+
+def _column(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: str(row[name])
+
+
+# SCBench's RepoQA is left out of the paper's mixture: it is held out for zero-shot evaluation.
+SCBENCH_SUBSETS = (
+    "kv", "prefix_suffix", "vt", "qa_eng", "qa_chn", "choice_eng", "mf", "many_shot", "summary", "repoqa",
+    "summary_with_needles", "repoqa_and_kv",
+)  # fmt: skip
+_NAMED: dict[str, _HubSource] = {
+    "gsm8k": _HubSource(
+        "openai/gsm8k", "main", "train", lambda row: f"Question: {row['question']}\nAnswer: {row['answer']}"
+    ),
+    "squad": _HubSource("rajpurkar/squad", None, "train", _column("context")),
+    **{
+        f"scbench:{subset}": _HubSource("microsoft/SCBench", f"scbench_{subset}", "test", _column("context"))
+        for subset in SCBENCH_SUBSETS
+    },
+}
+NEEDLES = "needles"
+PAPER_MIXTURE = (
+    "gsm8k", "squad", NEEDLES, "scbench:qa_eng", "scbench:summary", "scbench:kv", "scbench:many_shot",
+    "scbench:choice_eng", "scbench:prefix_suffix",
+)  # fmt: skip
+
+
+def read_documents(
+    source: str | Path, limit: int, *, split: str | None = None, column: str | None = None
+) -> list[tuple[str, str]]:
+    """The first different documents of a source, as (name, text).
+
+    Args:
+        source: a name of the mixture (`gsm8k`, `squad`, `scbench:kv`, …), a text file or a folder of them, or the id
+            of a dataset, `owner/name` or `owner/name:config`.
+        limit: most documents to read.
+        split, column: of a dataset's id; by default "train" and what `load_dataset_texts` finds.
+
+    Raises:
+        FileNotFoundError: neither a name, nor a path, nor a dataset's id.
+        ImportError: a dataset without the `datasets` package.
+        ValueError: no text in it, or `limit` below 1.
+    """
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    name = str(source)
+    if name in _NAMED:
+        return list(islice(_rows(name, _NAMED[name]), limit))
+    if Path(source).exists():
+        return [(text.name, text.text) for text in load_texts([source])][:limit]
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) is None:
+        known = ", ".join((*(_NAMED), NEEDLES))
+        raise FileNotFoundError(
+            f"{name!r} is neither a file or folder, nor the id of a dataset (owner/name), nor one of: {known}"
+        )
+    _need_datasets(name)
+    dataset, _, config = name.partition(":")
+    texts = load_dataset_texts(
+        dataset, config=config or None, split=split or "train", column=column, max_documents=limit
+    )
+    return [(text.name, text.text) for text in texts]
+
+
+def _need_datasets(name: str) -> None:
+    if importlib.util.find_spec("datasets") is None:
+        raise ImportError(
+            f"{name} is read with the `datasets` package, which is missing: pip install 'nearfar[train]' (or name "
+            "text files instead)"
+        )
+
+
+def _rows(name: str, source: _HubSource) -> Iterator[tuple[str, str]]:
+    _need_datasets(name)
+    from datasets import load_dataset
+
+    seen: set[str] = set()  # rows may share a context: SQuAD has a row for each question
+    rows = load_dataset(source.dataset, source.config, split=source.split, streaming=True)
+    for number, row in enumerate(rows):
+        try:
+            text = source.document(row).strip()
+        except KeyError as error:
+            raise ValueError(f"{name} ({source.dataset}) has no column {error}; it has: {', '.join(row)}") from None
+        if text and text not in seen:
+            seen.add(text)
+            yield f"{name}:{number}", text
+
+
+def cut_documents(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[tuple[str, str]],
+    count: int,
+    *,
+    context_tokens: int = 8192,
+    join_tokens: int = 2048,
+) -> list[PairContext]:
+    """At most `count` contexts: the first piece of every long document, then the second pieces, and so on.
+
+    Args:
+        documents: names and texts.
+        context_tokens: most tokens of a context.
+        join_tokens: documents shorter than this are joined, with blank lines between, until they are as long.
+
+    Raises:
+        ValueError: sizes out of range, or no context of at least 32 tokens.
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
+    if context_tokens < LEAST_TOKENS:
+        raise ValueError(f"context_tokens must be at least {LEAST_TOKENS}, got {context_tokens}")
+    join_tokens = min(join_tokens, context_tokens)
+    blank = _encode(tokenizer, "\n\n")
+    rounds: dict[int, list[PairContext]] = {}
+    held: list[int] = []
+    held_name = ""
+    for name, text in documents:
+        ids = _encode(tokenizer, text.strip()[: count * context_tokens * _CHARACTERS_A_TOKEN])
+        if len(ids) < join_tokens:
+            held_name = held_name or name
+            held += [*(blank if held else ()), *ids]
+            if len(held) >= join_tokens:
+                rounds.setdefault(0, []).append(PairContext(held_name, tuple(held[:context_tokens])))
+                held, held_name = [], ""
+            continue
+        for number, start in enumerate(range(0, len(ids), context_tokens)[:count]):
+            piece = ids[start : start + context_tokens]
+            if number == 0 or len(piece) >= join_tokens:
+                label = name if number == 0 else f"{name}#{number}"
+                rounds.setdefault(number, []).append(PairContext(label, tuple(piece)))
+    if len(held) >= LEAST_TOKENS:
+        rounds.setdefault(0, []).append(PairContext(held_name, tuple(held[:context_tokens])))
+    contexts = [context for number in sorted(rounds) for context in rounds[number]]
+    if not contexts:
+        raise ValueError(f"the texts give no context of at least {LEAST_TOKENS} tokens; give longer ones")
+    return contexts[:count]
+
+
+def needle_contexts(
+    tokenizer: PreTrainedTokenizerBase,
+    haystack: Sequence[str],
+    count: int,
+    *,
+    context_tokens: int = 8192,
+    seed: int = 0,
+) -> list[PairContext]:
+    """`count` pieces of a text with a hidden fact in each, at depths from the start to the end.
+
+    Raises:
+        ValueError: no text to hide them in, or sizes out of range.
+    """
+    joined = "\n\n".join(text.strip() for text in haystack if text.strip())
+    if not joined:
+        raise ValueError("needles need a text to be hidden in")
+    joined = joined[: count * context_tokens * _CHARACTERS_A_TOKEN]
+    size = min(context_tokens, len(_encode(tokenizer, joined))) - _NEEDLE_TOKENS
+    if size < 1:
+        raise ValueError(
+            f"needles need contexts of more than {_NEEDLE_TOKENS} tokens and a text as long; got "
+            f"context_tokens={context_tokens}"
+        )
+    trials = needle_trials(tokenizer, [joined], count, size, seed)
+    return [
+        PairContext(f"{NEEDLES}:{seed}:{number}", tuple(trial.body_ids[:context_tokens]))
+        for number, trial in enumerate(trials)
+    ]
+
+
+def mixture_contexts(
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[str | Path],
+    count: int,
+    *,
+    context_tokens: int = 8192,
+    join_tokens: int = 2048,
+    haystack: Sequence[str] | None = None,
+    split: str | None = None,
+    column: str | None = None,
+    seed: int = 0,
+) -> list[PairContext]:
+    """Contexts from several sources, as many from each.
+
+    Args:
+        sources: what `read_documents` takes, and "needles".
+        count: most contexts from each source.
+        context_tokens, join_tokens: see `cut_documents`.
+        haystack: what needles are hidden in; by default the texts of the other source that has most of it.
+        split, column: of datasets named by their id.
+        seed: of the needles.
+
+    Raises:
+        FileNotFoundError, ImportError, ValueError: as `read_documents`; a source named twice; "needles" with nothing
+            to hide them in.
+    """
+    names = [str(source) for source in sources]
+    if not names:
+        raise ValueError("no texts: sources is empty")
+    if len(set(names)) < len(names):
+        raise ValueError(f"a source is named twice in {', '.join(names)}")
+    for name in names:
+        if name in _NAMED:
+            _need_datasets(name)
+    contexts: list[PairContext] = []
+    largest: list[str] = []
+    for name in names:
+        if name == NEEDLES:
+            continue
+        # Short documents are joined, so more of them than contexts are read.
+        documents = read_documents(name, 16 * count, split=split, column=column)
+        largest = max(largest, [text for _, text in documents], key=lambda texts: sum(map(len, texts)))
+        contexts += cut_documents(tokenizer, documents, count, context_tokens=context_tokens, join_tokens=join_tokens)
+    if NEEDLES in names:
+        haystack = haystack or largest
+        if not haystack:
+            raise ValueError("needles need a text to be hidden in: name another source too, or give a haystack")
+        contexts += needle_contexts(tokenizer, haystack, count, context_tokens=context_tokens, seed=seed)
+    return contexts
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+# --- computing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PairSettings:
+    """What decides the numbers of a pair besides models and text; pairs of different settings are not mixed.
+
+    Attributes:
+        chunk_tokens: of the oracle, see `reconstruction_scores`.
+        storage: dtype on disk. float16 takes half the room; sums beyond 65,504 (a sink's, in a very long context) are
+            stored as that.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    chunk_tokens: int = 2000
+    storage: Literal["float16", "float32"] = "float16"
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        if self.storage not in ("float16", "float32"):
+            raise ValueError(f"storage must be 'float16' or 'float32', got {self.storage!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"chunk_tokens": self.chunk_tokens, "storage": self.storage}
+
+
+def compute_pairs(
+    folder: str | Path,
+    proxy: PreTrainedModel,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    contexts: Iterable[PairContext],
+    settings: PairSettings | None = None,
+    *,
+    features: Features | None = None,
+    progress: bool = True,
+) -> int:
+    """Compute what is missing of `contexts` in a folder of pairs; of several processes each does its share.
+
+    Args:
+        folder: made if it is missing.
+        proxy, target: causal language models in evaluation mode, on any device, that share `tokenizer`.
+        contexts: see `mixture_contexts`.
+        features: computes X of one context; by default `attention_features.proxy_features`.
+        progress: show a progress bar.
+
+    Returns:
+        How many contexts this process computed.
+
+    Raises:
+        ValueError: the folder holds pairs of other models or settings; token ids that a model does not know; a context
+            longer than a model was made for; scores that are not finite.
+        TypeError, ValueError: a model whose attention is not supported.
+    """
+    folder, settings = Path(folder), settings or PairSettings()
+    state = PartialState()
+    header = _header(proxy, target, settings)
+    done = {context["digest"] for index in _indexes(folder, header) for context in _listed(index)}
+    state.wait_for_everyone()  # all have seen what is there before the first one adds to it
+    prompt = RepeatPrompt.from_tokenizer(tokenizer)
+    missing: dict[str, PairContext] = {}
+    for context in contexts:
+        digest = _digest(prompt.prefix, context.ids)
+        if digest not in done:
+            missing.setdefault(digest, context)
+    _check_contexts(list(missing.values()), prompt, proxy, target, settings)
+    if features is None:
+        from nearfar.modeling.attention_features import proxy_features
+
+        features = proxy_features
+    mine = list(missing.items())[state.process_index :: state.num_processes]
+    writer = _ShardWriter(folder, state.process_index, header, settings)
+    layers = HybridAxialMapperConfig(**header["mapper"]).scored_layers
+    bar = tqdm(
+        total=sum(len(context.ids) for _, context in mine),
+        unit="token",
+        unit_scale=True,
+        desc="oracle pairs",
+        disable=None if progress and state.is_main_process else True,
+    )
+    with bar, closing(writer):  # what is whole is kept, whatever ends the loop
+        for digest, context in mine:
+            ids = [*prompt.prefix, *context.ids]
+            inputs = torch.tensor([ids], device=proxy.get_input_embeddings().weight.device)
+            with torch.no_grad():
+                x = features(proxy, inputs)[:, 0]
+            scores = reconstruction_scores(
+                target, ids, prompt, prefix_length=len(prompt.prefix), chunk_tokens=settings.chunk_tokens
+            ).scores
+            y = torch.stack([scores[layer][0].cpu() for layer in layers])
+            record = {
+                "name": context.name,
+                "digest": digest,
+                "tokens": len(ids),
+                "prefix_tokens": len(prompt.prefix),
+            }
+            writer.add(record, x.cpu(), y)
+            bar.update(len(context.ids))
+    state.wait_for_everyone()
+    return len(mine)
+
+
+def _header(proxy: PreTrainedModel, target: PreTrainedModel, settings: PairSettings) -> dict[str, Any]:
+    config = HybridAxialMapperConfig.for_models(text_config(proxy), text_config(target))
+    mapper: dict[str, Any] = {name: getattr(config, name) for name in _SIZES}
+    for role, model in (("proxy", proxy), ("target", target)):
+        mapper[f"{role}_fingerprint"] = embedding_fingerprint(model)
+        mapper[f"{role}_name"] = getattr(model, "name_or_path", "") or None
+    return {"format": _FORMAT, "mapper": mapper, "settings": settings.to_dict()}
+
+
+_SIZES = (
+    "proxy_num_layers", "proxy_num_heads", "target_num_layers", "target_num_heads", "target_layers",
+    "proxy_model_type", "target_model_type",
+)  # fmt: skip
+
+
+def _digest(prefix: Sequence[int], ids: Sequence[int]) -> str:
+    content = np.array([len(prefix), *prefix, *ids], dtype="<i8").tobytes()
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _check_contexts(
+    contexts: Sequence[PairContext],
+    prompt: RepeatPrompt,
+    proxy: PreTrainedModel,
+    target: PreTrainedModel,
+    settings: PairSettings,
+) -> None:
+    if not contexts:
+        return
+    longest = max(contexts, key=lambda context: len(context.ids))
+    highest = max(max(context.ids, default=0) for context in contexts)
+    if min(len(context.ids) for context in contexts) < 1:
+        raise ValueError("a context is empty")
+    length = len(prompt.prefix) + len(longest.ids)
+    request = max(len(prompt.first), len(prompt.later) + QUOTED_TOKENS) + len(prompt.suffix)
+    for role, model, needed in (
+        ("proxy", proxy, length),
+        ("target", target, length + request + min(len(longest.ids), settings.chunk_tokens)),
+    ):
+        config = text_config(model)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        if highest >= vocabulary:
+            raise ValueError(
+                f"the tokenizer gives id {highest} and the {role} knows {vocabulary} ids: proxy and target must share "
+                "a tokenizer, as models of one family do"
+            )
+        limit = getattr(config, "max_position_embeddings", None)
+        if limit is not None and needed > limit:
+            raise ValueError(
+                f"{longest.name}, a context of {length} tokens, takes {needed} positions (with what the target is "
+                f"asked to repeat) and the {role} was made for {limit}: use shorter contexts"
+            )
+
+
+class _ShardWriter:
+    """Collects contexts and writes them as shards, each followed by the index that lists it."""
+
+    def __init__(self, folder: Path, process: int, header: dict[str, Any], settings: PairSettings) -> None:
+        self.folder, self.process, self.settings = folder, process, settings
+        self.path = folder / f"index-{process}.json"
+        self.index: dict[str, Any] = {**header, "shards": []}
+        if self.path.is_file():
+            self.index["shards"] = json.loads(self.path.read_text(encoding="utf-8"))["shards"]
+        self._records: list[dict[str, Any]] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        self._tokens, self._since = 0, time.monotonic()
+
+    def add(self, record: dict[str, Any], features: torch.Tensor, scores: torch.Tensor) -> None:
+        mapper, tokens = self.index["mapper"], record["tokens"]
+        expected = (
+            ("features", features, (mapper["proxy_num_layers"], mapper["proxy_num_heads"], tokens)),
+            ("scores", scores, (len(mapper["target_layers"]), mapper["target_num_heads"], tokens)),
+        )
+        arrays = []
+        for name, tensor, shape in expected:
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{record['name']}: {name} have shape {tuple(tensor.shape)}, expected {shape}")
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(
+                    f"{record['name']}: the {name} hold NaN or infinity; use a wider dtype for the models"
+                )
+            dtype = np.dtype(self.settings.storage)
+            arrays.append(tensor.numpy().clip(0, np.finfo(dtype).max).astype(dtype))
+        self._records.append({**record, "start": self._tokens})
+        self._arrays.append((arrays[0], arrays[1]))
+        self._tokens += tokens
+        if self._tokens >= SHARD_TOKENS or time.monotonic() - self._since >= SHARD_SECONDS:
+            self.close()
+
+    def close(self) -> None:
+        """Write what has been collected."""
+        if self._records:
+            name = f"shard-{self.process}-{len(self.index['shards']):05d}"
+            for kind, arrays in zip(("features", "scores"), zip(*self._arrays, strict=True), strict=True):
+                joined = np.concatenate(arrays, axis=-1)
+                write_beside(self.folder / f"{name}.{kind}.npy", partial(_save_array, joined))
+            self.index["shards"].append({"name": name, "tokens": self._tokens, "contexts": self._records})
+            text = json.dumps(self.index, indent=1) + "\n"
+            write_beside(self.path, lambda file: file.write_text(text, encoding="utf-8"))
+        self._records, self._arrays, self._tokens, self._since = [], [], 0, time.monotonic()
+
+
+def _save_array(array: np.ndarray, path: Path) -> None:
+    np.save(path, array)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _indexes(folder: Path, header: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """All indexes of a folder, which must agree with each other and with `header`.
+
+    Raises:
+        ValueError: damaged, of another format, or of other models or settings.
+    """
+    found = []
+    for path in sorted(folder.glob("index-*.json")):
+        try:
+            index = json.loads(path.read_text(encoding="utf-8"))
+            format_found = index["format"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no index of mapper pairs: {error}") from None
+        if format_found != _FORMAT:
+            raise ValueError(f"{path} is of format {format_found}, not {_FORMAT}: compute the pairs anew")
+        header = header or index
+        _check_same(path, index, header)
+        found.append(index)
+    return found
+
+
+def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    remedy = "choose another folder, or delete that one"
+    for name, value in wanted["settings"].items():
+        if found["settings"].get(name) != value:
+            raise ValueError(
+                f"{path} lists pairs with {name}={found['settings'].get(name)!r}, now it is {value!r}: {remedy}"
+            )
+    mine, theirs = wanted["mapper"], found["mapper"]
+    for role in ("proxy", "target"):
+        same_sizes = all(mine[name] == theirs[name] for name in _SIZES if name.startswith(role))
+        same = same_model(mine[f"{role}_fingerprint"], theirs[f"{role}_fingerprint"])
+        if not same_sizes or same is False:
+            raise ValueError(
+                f"{path} lists pairs of the {role} {theirs[f'{role}_name'] or theirs[f'{role}_model_type']}, which is "
+                f"another model than {mine[f'{role}_name'] or mine[f'{role}_model_type']}: {remedy}"
+            )
+
+
+def _listed(index: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for shard in index["shards"]:
+        for context in shard["contexts"]:
+            yield {**context, "shard": shard["name"]}
+
+
+@dataclass(frozen=True)
+class StoredContext:
+    """Where one context lies: its tokens are `start … start + tokens` of a shard; the first `prefix_tokens` of them
+    are no text and have no scores of their own."""
+
+    name: str
+    digest: str
+    tokens: int
+    prefix_tokens: int
+    shard: str
+    start: int
+
+
+class MapperPairs:
+    """A folder of pairs, mapped into memory.
+
+    Contexts are in an order of their own, whatever order and however many processes computed them.
+
+    Args:
+        folder: written by `compute_pairs`.
+
+    Attributes:
+        contexts: what there is.
+        mapper_fields: sizes and fingerprints of both models, as fields of `HybridAxialMapperConfig`.
+        settings: see `PairSettings`.
+
+    Raises:
+        FileNotFoundError: no pairs there, or a shard's file is missing.
+        ValueError: damaged or mixed files.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        indexes = _indexes(self.folder)
+        unique = {context["digest"]: StoredContext(**context) for index in indexes for context in _listed(index)}
+        if not unique:
+            raise FileNotFoundError(f"{self.folder} holds no mapper pairs: compute them first (compute_pairs)")
+        self.contexts = sorted(unique.values(), key=lambda context: (context.name, context.digest))
+        self.mapper_fields: dict[str, Any] = indexes[0]["mapper"]
+        self.settings: dict[str, Any] = indexes[0]["settings"]
+        self._arrays: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._thresholds: dict[tuple[int, tuple[float, ...]], np.ndarray] = {}
+        for shard in (shard for index in indexes for shard in index["shards"]):
+            self._arrays[shard["name"]] = self._open(shard["name"], shard["tokens"])
+
+    def _open(self, name: str, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        fields = self.mapper_fields
+        shapes = {
+            "features": (fields["proxy_num_layers"], fields["proxy_num_heads"], tokens),
+            "scores": (len(fields["target_layers"]), fields["target_num_heads"], tokens),
+        }
+        arrays = []
+        for kind, shape in shapes.items():
+            path = self.folder / f"{name}.{kind}.npy"
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} is missing, though the index lists it")
+            try:
+                array = np.load(path, mmap_mode="r")
+            except ValueError as error:
+                raise ValueError(f"{path} is damaged: {error}") from None
+            if array.shape != shape:
+                raise ValueError(f"{path} holds an array of shape {array.shape}, the index says {shape}")
+            arrays.append(array)
+        return arrays[0], arrays[1]
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    def __repr__(self) -> str:
+        tokens = sum(context.tokens for context in self.contexts)
+        return f"MapperPairs({len(self):,} contexts, {tokens:,} tokens)"
+
+    @property
+    def digest(self) -> str:
+        """Names the whole content: contexts, models and settings."""
+        fields = {name: value for name, value in self.mapper_fields.items() if not name.endswith("_name")}
+        content = [[context.digest for context in self.contexts], fields, self.settings]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+    def features(self, context: int) -> np.ndarray:
+        """X of a context, `(L_s, H_s, tokens)`, as stored."""
+        entry = self.contexts[context]
+        return self._arrays[entry.shard][0][:, :, entry.start : entry.start + entry.tokens]
+
+    def scores(self, context: int) -> np.ndarray:
+        """Y of a context, `(scored target layers, H_l, tokens)`, as stored; 1 in the prefix."""
+        entry = self.contexts[context]
+        return self._arrays[entry.shard][1][:, :, entry.start : entry.start + entry.tokens]
+
+    def thresholds(self, context: int, ratios: Sequence[float]) -> np.ndarray:
+        """The score from which on the oracle keeps a pair, all layers and heads together, for each ratio; float32.
+
+        The prefix is left out. Read once from disk, then remembered.
+        """
+        key = (context, tuple(ratios))
+        if key not in self._thresholds:
+            entry = self.contexts[context]
+            scores = np.sort(self.scores(context)[:, :, entry.prefix_tokens :], axis=None)[::-1]
+            places = [min(max(int(ratio * scores.size + 0.5), 1), scores.size) - 1 for ratio in ratios]
+            self._thresholds[key] = scores[places].astype(np.float32)
+        return self._thresholds[key]
+
+    def split(self, share: float, seed: int = 0) -> tuple[list[int], list[int]]:
+        """Contexts to train on and to validate on; which are which depends on their content and the seed.
+
+        Raises:
+            ValueError: a share out of (0, 1), or a single context.
+        """
+        if not 0 < share < 1:
+            raise ValueError(f"the validation share must be between 0 and 1, got {share}")
+        if len(self) < 2:
+            raise ValueError(f"{self.folder} holds a single context: training and validation need one each")
+        count = min(max(1, round(share * len(self))), len(self) - 1)
+
+        def place(index: int) -> str:
+            return hashlib.sha256(f"{seed}/{self.contexts[index].digest}".encode()).hexdigest()
+
+        held_out = set(sorted(range(len(self)), key=place)[:count])
+        return [i for i in range(len(self)) if i not in held_out], sorted(held_out)
