@@ -15,6 +15,8 @@ TORCH_INDEX ?=
 # Further arguments: make demo DEMO_ARGS="--budget 256", make test PYTEST_ARGS="--slow -k cache"
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Processes that share the tests, file by file.
+PYTEST_WORKERS ?= 2
 
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
@@ -62,7 +64,7 @@ demo: fetch
 # pytest comes last: its closing line is the result of the whole.
 test: lint typecheck fetch
 	@$(call say,pytest)
-	@$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+	@$(VENV_PYTHON) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/dev-installed
 	@$(call say,ruff check and format)

@@ -28,6 +28,7 @@ EXTRAS = {
         "torchao",
         "pytest>=8.4",
         "pytest-timeout>=2.4",
+        "pytest-xdist>=3.8",
         "hypothesis>=6.140",
         "ruff>=0.17",
         "mypy>=2.4",
