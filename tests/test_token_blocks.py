@@ -168,7 +168,7 @@ def test_kinds_of_files(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> N
         "a.md": b"\xef\xbb\xbf" + text,
         "a.text": text,
         "a.txt.xz": lzma.compress(text),
-        "a.TXT.gz": gzip.compress(text),
+        "a.TXT.gz": gzip.compress(text, mtime=0),
         "a.jsonl": lines,
         "a.jsonl.xz": lzma.compress(lines + b"\n\n"),
         "lines.json": lines,
@@ -191,7 +191,7 @@ def test_folder(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     for name in ("b.txt", "a/z.md", "c.txt.gz", "ignored.py", "ignored.bin.xz"):
         file = write(tmp_path / "corpus" / name, name)
         if name.endswith(".gz"):
-            file.write_bytes(gzip.compress(name.encode()))
+            file.write_bytes(gzip.compress(name.encode(), mtime=0))
     blocks = load_token_blocks([str(tmp_path / "corpus")], tokenizer, 2)
     expected = ids(tokenizer, "a/z.md", "b.txt", "c.txt.gz")
     assert blocks.tokens.tolist() == expected[: len(expected) // 2 * 2]
@@ -362,7 +362,7 @@ def test_dataset_without_the_package(tokenizer: PreTrainedTokenizerFast, monkeyp
         (b"no xz file", "a.txt.xz", {}, "a.txt.xz is damaged"),
         (lzma.compress(b"text" * 5000)[:40], "a.txt.xz", {}, "a.txt.xz is damaged"),
         (b"no gz file", "a.txt.gz", {}, "a.txt.gz is damaged"),
-        (gzip.compress(b"text" * 5000)[:40], "a.txt.gz", {}, "a.txt.gz is damaged"),
+        (gzip.compress(b"text" * 5000, mtime=0)[:40], "a.txt.gz", {}, "a.txt.gz is damaged"),
         ('{"text": "a"}\n{"text"\n', "a.jsonl", {}, r"a.jsonl, line 2: neither a list"),
         ('[{"text": "a"},\n', "a.json", {}, r"a.json, line 2: neither a list"),
         ('{"text": "a"}\n{"body": "a"}\n', "a.jsonl", {}, r"a.jsonl, entry 2 has no text in 'text' \(it has: body\)"),
