@@ -269,8 +269,8 @@ def run(options: argparse.Namespace, tokenizer: Any, train: TokenBlocks, evaluat
         merge_adapter(options)
     write_json(options.output / "log_history.json", trainer.state.log_history)
     lines = read_perplexity_log(options.output / LOG_NAME)
-    best = min(lines, key=lambda line: line["loss"][next(iter(evaluation))] or float("inf"))
-    kept = best if options.patience is not None else lines[-1]
+    best = trainer.state.best_global_step if options.patience is not None else None
+    kept = next((line for line in lines if line["step"] == best), lines[-1])
     record["result"] = {
         "step": trainer.state.global_step,
         "kept_step": kept["step"],
