@@ -64,6 +64,21 @@ SETTINGS = (
 # --- model and data --------------------------------------------------------------------------------------------------
 
 
+def check_model(options: argparse.Namespace) -> None:
+    """Fail before any work.
+
+    Raises:
+        ValueError: there is no such model, or it is made for shorter blocks.
+    """
+    try:
+        config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {options.model}: {error}") from error
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and options.block_tokens > longest:
+        raise ValueError(f"--block-tokens {options.block_tokens}: {options.model} is made for at most {longest} tokens")
+
+
 def load_model(options: argparse.Namespace) -> Any:
     """The model, in float32 (what is frozen under --lora in the checkpoint's own dtype), with an adapter if asked."""
     set_seed(options.seed)
@@ -76,9 +91,6 @@ def load_model(options: argparse.Namespace) -> Any:
     # Weights that are updated are held in float32: in bfloat16 small steps would be rounded away.
     arguments["dtype"] = "auto" if options.lora else torch.float32
     model = AutoModelForCausalLM.from_pretrained(options.model, **arguments)
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and options.block_tokens > longest:
-        raise ValueError(f"--block-tokens {options.block_tokens}: {options.model} is made for at most {longest}")
     if options.gradient_checkpointing:
         # Its name from transformers 5.24 on, and before.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -221,10 +233,16 @@ def save(trainer: Trainer, options: argparse.Namespace, tokenizer: Any) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.model.config.use_cache = True  # the Trainer has switched it off
-    trainer.save_model(str(options.output))
-    if trainer.is_world_process_zero():
-        tokenizer.save_pretrained(options.output)
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not trainer.is_world_process_zero():
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    for copy, original in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if copy in weights and original in weights:
+            weights[copy] = weights[original]  # collected from the shards they are two tensors, and would be saved twice
+    model.config.use_cache = True  # the Trainer has switched it off
+    model.save_pretrained(options.output, state_dict=weights)
+    tokenizer.save_pretrained(options.output)
 
 
 def merge_adapter(options: argparse.Namespace) -> None:
@@ -405,7 +423,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         resolve(options)
         finished = check_run(options)
-        AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)  # fails before any work
+        check_model(options)
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
         train, evaluation = load_data(options, tokenizer)
     except (ValueError, OSError, ImportError) as error:
