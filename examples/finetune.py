@@ -76,7 +76,9 @@ def check_model(options: argparse.Namespace) -> None:
         raise ValueError(f"--model {options.model}: {error}") from error
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and options.block_tokens > longest:
-        raise ValueError(f"--block-tokens {options.block_tokens}: {options.model} is made for at most {longest} tokens")
+        raise ValueError(
+            f"--block-tokens {options.block_tokens}: {options.model} is made for at most {longest} tokens"
+        )
 
 
 def load_model(options: argparse.Namespace) -> Any:
@@ -239,7 +241,9 @@ def save(trainer: Trainer, options: argparse.Namespace, tokenizer: Any) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     for copy, original in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if copy in weights and original in weights:
-            weights[copy] = weights[original]  # collected from the shards they are two tensors, and would be saved twice
+            weights[copy] = weights[
+                original
+            ]  # collected from the shards they are two tensors, and would be saved twice
     model.config.use_cache = True  # the Trainer has switched it off
     model.save_pretrained(options.output, state_dict=weights)
     tokenizer.save_pretrained(options.output)
@@ -275,6 +279,14 @@ def run(options: argparse.Namespace, tokenizer: Any, train: TokenBlocks, evaluat
     trainer = Trainer(
         load_model(options), arguments, train_dataset=train, eval_dataset=evaluation, callbacks=callbacks
     )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and options.bf16:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        # accelerate's own would also sum gradients up in bfloat16, and round the loss to it.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress())

@@ -2,7 +2,7 @@
 
     accelerate launch … tests/parallel_finetuning.py FOLDER MODE [MODE …]
 
-A mode is `ddp`, `fsdp2` or `zero3`. FOLDER holds the tiny models `dar` and `proxyformer`, `commands.json` with arguments
+On GPUs it does the same over NCCL, given commands without --cpu. A mode is `ddp`, `fsdp2` or `zero3`. FOLDER holds the tiny models `dar` and `proxyformer`, `commands.json` with arguments
 of examples/finetune.py for each, and `uneven.pt`; it gets what the runs leave in `FOLDER/MODE-NAME`, and `MODE.json` from
 process 0.
 """
@@ -27,6 +27,7 @@ import nearfar
 from nearfar.training.perplexity_log import PerplexityLog
 
 ROOT = Path(__file__).parent.parent
+ON_CPU = not torch.cuda.is_available()
 
 
 class InterruptedRun(Exception):
@@ -92,10 +93,10 @@ def uneven_rows(folder: Path, mode: str) -> dict[str, float]:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2
         accelerator = Accelerator(deepspeed_plugin=plugin)
     else:
-        accelerator = Accelerator(cpu=mode == "ddp")
+        accelerator = Accelerator(cpu=ON_CPU and mode == "ddp")
     model: Any = nearfar.ProxyFormerForCausalLM.from_pretrained(folder / "proxyformer", dtype=torch.float32).train()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    ids = torch.load(folder / "uneven.pt")[accelerator.process_index]
+    ids = torch.load(folder / "uneven.pt")[accelerator.process_index].to(accelerator.device)
     inputs = {"input_ids": ids, "attention_mask": (ids != 0).long(), "use_cache": False}
     loss = model(labels=ids.where(ids != 0, -100), **inputs).loss
     accelerator.backward(loss)
@@ -114,9 +115,10 @@ def refused_sharing(folder: Path) -> str:
     config = nearfar.ProxyFormerConfig.from_pretrained(folder / "proxyformer")
     config.share_proxy_generation_weights = True
     model = nearfar.ProxyFormerForCausalLM(config)
-    model, _ = Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator = Accelerator()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     try:
-        model(input_ids=torch.ones(1, 12, dtype=torch.long), use_cache=False)
+        model(input_ids=torch.ones(1, 12, dtype=torch.long, device=accelerator.device), use_cache=False)
     except ValueError as error:
         return str(error)
     raise AssertionError("weights shared between sharded layers were used")
@@ -150,7 +152,7 @@ def main() -> None:
     for mode in modes:
         os.environ["ACCELERATE_USE_FSDP"] = str(mode == "fsdp2").lower()
         AcceleratorState._reset_state(reset_partial_state=True)
-        with contextlib.nullcontext() if mode == "ddp" else stand_in_for_devices():
+        with stand_in_for_devices() if ON_CPU and mode != "ddp" else contextlib.nullcontext():
             run(Path(folder), mode)
 
 

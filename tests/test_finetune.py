@@ -164,7 +164,13 @@ def test_predictions_hold_no_caches(name: str, files: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", OURS)
 def test_resume_gives_the_same_curve(
-    name: str, finished: dict[str, Path], script: ModuleType, files: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+    name: str,
+    finished: dict[str, Path],
+    script: ModuleType,
+    files: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: Any,
 ) -> None:
     end = PerplexityLog.on_step_end
 

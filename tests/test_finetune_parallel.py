@@ -79,11 +79,15 @@ def check_runs(files: Path, alone: dict[str, Path], mode: str, kind: str) -> dic
         assert results[0]["perplexity"]["held"] == pytest.approx(results[1]["perplexity"]["held"], rel=1e-4)
         # Put together from the shards, tied as before, and the same model.
         assert "lm_head.weight" not in load_file(folder / "model.safetensors")
-        loaded, expected = (AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (folder, alone[name]))
+        loaded, expected = (
+            AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (folder, alone[name])
+        )
         assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
         ids = torch.randint(3, 256, (2, 40), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
-            assert float(loaded(ids, labels=ids).loss) == pytest.approx(float(expected(ids, labels=ids).loss), abs=1e-3)
+            assert float(loaded(ids, labels=ids).loss) == pytest.approx(
+                float(expected(ids, labels=ids).loss), abs=1e-3
+            )
     return report
 
 
