@@ -1,15 +1,15 @@
 """Fine-tune DAR, ProxyFormer or any other causal language model on text, on one device or many.
 
     python examples/finetune.py --model checkpoints/proxyformer-needles-12m --text books/ --output runs/books
-    python examples/finetune.py --model HuggingFaceTB/SmolLM2-135M --dataset Salesforce/wikitext:wikitext-2-v1 \\
-        --eval-split validation --lora --output runs/wikitext
+    python examples/finetune.py --model HuggingFaceTB/SmolLM2-135M --lora --output runs/wikitext \\
+        --dataset Salesforce/wikitext:wikitext-2-v1 --eval-split validation
     accelerate launch --config_file examples/accelerate/fsdp2.yaml --num_processes 2 examples/finetune.py …
 
-Text is packed into blocks of --block-tokens. A step reads --batch-size of them, whatever the number of processes: what a
-process cannot hold at once (--per-device-batch-size) is accumulated, and the loss is the mean over all tokens of the
+Text is packed into blocks of --block-tokens. A step reads --batch-size of them, whatever the number of processes: what
+a process cannot hold at once (--per-device-batch-size) is accumulated, and the loss is the mean over all tokens of the
 step, so that the same command gives the same model on one device and on many. The folder of --output gets the model
 (with --lora the adapter, with --merge the model it was merged into) and its tokenizer, `perplexity.jsonl`,
-`log_history.json` (the loss of every step), `run.json`, and with tensorboard installed its files.
+`log_history.json` (the loss of each step), `run.json`, and with tensorboard installed its files.
 
 --resume goes on from the last checkpoint, with the same loss curve as if nothing had happened. With --patience training
 stops when the first evaluation text has not improved so many times, and the best checkpoint is what is kept.

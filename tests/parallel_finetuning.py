@@ -2,9 +2,10 @@
 
     accelerate launch … tests/parallel_finetuning.py FOLDER MODE [MODE …]
 
-On GPUs it does the same over NCCL, given commands without --cpu. A mode is `ddp`, `fsdp2` or `zero3`. FOLDER holds the tiny models `dar` and `proxyformer`, `commands.json` with arguments
-of examples/finetune.py for each, and `uneven.pt`; it gets what the runs leave in `FOLDER/MODE-NAME`, and `MODE.json` from
-process 0.
+On GPUs it does the same over NCCL, given commands without --cpu. A mode is `ddp`, `fsdp2`, `zero3` or `tensors`, the
+tensor-parallel plan that DAR declares. FOLDER holds the tiny models `dar` and `proxyformer`, `commands.json` with
+arguments of examples/finetune.py for each, and `uneven.pt`; it gets what the runs leave in `FOLDER/MODE-NAME`, and
+`MODE.json` from process 0.
 """
 
 import contextlib
@@ -95,7 +96,7 @@ def uneven_rows(folder: Path, mode: str) -> dict[str, float]:
     else:
         accelerator = Accelerator(cpu=ON_CPU and mode == "ddp")
     model: Any = nearfar.ProxyFormerForCausalLM.from_pretrained(folder / "proxyformer", dtype=torch.float32).train()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     ids = torch.load(folder / "uneven.pt")[accelerator.process_index].to(accelerator.device)
     inputs = {"input_ids": ids, "attention_mask": (ids != 0).long(), "use_cache": False}
     loss = model(labels=ids.where(ids != 0, -100), **inputs).loss
@@ -124,7 +125,41 @@ def refused_sharing(folder: Path) -> str:
     raise AssertionError("weights shared between sharded layers were used")
 
 
+def tensor_parallel(folder: Path) -> dict[str, Any]:
+    """A model whose projections are split over the processes, against the same one whole."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+    two = DistributedConfig(tp_size=2)
+    split = AutoModelForCausalLM.from_pretrained(folder / "dar", dtype=torch.float64, distributed_config=two)
+    one = AutoModelForCausalLM.from_pretrained(folder / "dar", dtype=torch.float64)
+    ids = torch.randint(3, 256, (2, 23), generator=torch.Generator().manual_seed(0))
+    loss, expected = whole(split.train()(ids, labels=ids).loss), one.train()(ids, labels=ids).loss
+    loss.backward()
+    expected.backward()
+    gradients = [
+        float((whole(q.grad) - p.grad).abs().max())  # type: ignore[arg-type, operator]
+        for p, q in zip(one.parameters(), split.parameters(), strict=True)
+    ]
+    answers = [model.eval().generate(ids, max_new_tokens=8, do_sample=False) for model in (one, split)]
+    kinds = {name: type(value).__name__ for name, value in split.named_parameters()}
+    return {
+        "loss": abs(float(loss.detach() - expected.detach())),
+        "gradients": max(gradients),
+        "answers": torch.equal(*answers),
+        "split": kinds["gpt_neox.layers.0.attention.query_key_value.weight"] == "DTensor",
+    }
+
+
 def run(folder: Path, mode: str) -> None:
+    if mode == "tensors":
+        report: dict[str, Any] = tensor_parallel(folder)
+        if int(os.environ["RANK"]) == 0:
+            (folder / "tensors.json").write_text(json.dumps(report))
+        return
     finetune = runpy.run_path(str(ROOT / "examples" / "finetune.py"))["main"]
     commands = json.loads((folder / "commands.json").read_text())
     for name, command in commands.items():
@@ -134,7 +169,7 @@ def run(folder: Path, mode: str) -> None:
         else:  # checkpoints hold a shard of each process
             interrupted_and_resumed(finetune, command)
         gc.collect()
-    report: dict[str, Any] = {"uneven": uneven_rows(folder, mode)}
+    report = {"uneven": uneven_rows(folder, mode)}
     state = AcceleratorState()
     report["type"] = state.distributed_type.value
     report["processes"] = state.num_processes

@@ -150,7 +150,7 @@ def test_bfloat16(name: str, finished: dict[str, Path], script: ModuleType, file
 
 @pytest.mark.parametrize("name", OURS)
 def test_predictions_hold_no_caches(name: str, files: Path, tmp_path: Path) -> None:
-    """`keys_to_ignore_at_inference`: a Trainer that gathers predictions gets logits, though the model fills a cache."""
+    """`keys_to_ignore_at_inference`: predictions are logits alone, though the model fills a cache."""
     model = AutoModelForCausalLM.from_pretrained(files / name, dtype=torch.float32)
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, use_cache=True)
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """`examples/finetune.py` on two processes that `accelerate launch` starts: the loss curves are those of one process.
 
-With DDP and FSDP2, and if deepspeed is installed with ZeRO-3 (slow), both models: interrupted, gone on with from sharded
-checkpoints, saved and loaded. The processes are fresh and talk over gloo.
+Both models with DDP and FSDP2, and if deepspeed is installed with ZeRO-3 (slow): interrupted, gone on with from
+sharded checkpoints, saved and loaded; and DAR with its tensor-parallel plan. The processes talk over gloo.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from finetune_files import command, curve, make_files
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from nearfar import ProxyFormerForCausalLM
+from nearfar import ProxyFormerConfig, ProxyFormerForCausalLM
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("dar", "proxyformer")
@@ -105,14 +105,23 @@ def uneven_by_hand(files: Path) -> dict[str, float]:
     return {"loss": float(loss), "gradients": sum(float(gradient.abs().sum()) for gradient in gradients)}
 
 
-def test_fsdp2_and_ddp(files: Path, alone: dict[str, Path]) -> None:
-    launch(files, "fsdp2", "fsdp2", "ddp")
+def test_fsdp2_ddp_and_tensor_parallelism(files: Path, alone: dict[str, Path]) -> None:
+    launch(files, "fsdp2", "fsdp2", "ddp", "tensors")
     by_hand = uneven_by_hand(files)
     sharded = check_runs(files, alone, "fsdp2", "FSDP")
     copied = check_runs(files, alone, "ddp", "MULTI_CPU")
     for report in (sharded, copied):
         assert report["uneven"] == pytest.approx(by_hand, rel=1e-4)
     assert "FSDP2 has spread over the devices" in sharded["sharing"]
+    split = json.loads((files / "tensors.json").read_text(encoding="utf-8"))
+    assert split["split"]
+    assert split["answers"]
+    assert max(split["loss"], split["gradients"]) < 1e-10
+
+
+def test_proxyformer_declares_no_tensor_parallel_plan() -> None:
+    assert ProxyFormerConfig.base_model_tp_plan is None
+    assert not ProxyFormerForCausalLM._tp_plan
 
 
 @pytest.mark.slow
