@@ -54,7 +54,8 @@ from nearfar.training.needle_training import NeedleTrainer, NeedleTraining, last
 HELD_OUT = 0.1
 # What must be equal for a run to be gone on with.
 SETTINGS = (
-    "hidden_size", "layers", "heads", "compression_ratio", "seconds", "seed", "bf16", "pure_bf16", "processes",
+    "hidden_size", "layers", "heads", "compression_ratio", "sharpen", "seconds", "seed", "bf16", "pure_bf16",
+    "processes",
 )  # fmt: skip
 
 
@@ -115,6 +116,7 @@ def make_model(options: argparse.Namespace, tokenizer: Any, templates: NeedleTem
     """Random float32 weights; a generation block holds a question and its answer."""
     ratio = options.compression_ratio
     text = templates.max_query_tokens + templates.max_answer_tokens
+    longest = max([stage.length for stage in options.plan_object.stages if stage.history], default=0)
     config = ProxyFormerConfig(
         vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=options.hidden_size,
@@ -123,6 +125,8 @@ def make_model(options: argparse.Namespace, tokenizer: Any, templates: NeedleTem
         num_attention_heads=options.heads,
         compression_ratio=ratio,
         generation_block_size=-(-max(text, ratio) // ratio) * ratio,
+        # Changes nothing in training, which has no longer documents.
+        proxy_sharpen_from=max(2, -(-longest // ratio)) if options.sharpen else None,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -326,6 +330,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--layers", type=int, default=10)
     add("--heads", type=int, help="default: of 64 numbers each")
     add("--compression-ratio", type=int, default=64, help="P, tokens a proxy")
+    add("--sharpen", action=argparse.BooleanOptionalAction, default=True,
+        help="scale queries by the logarithm of how many proxies they see, beyond the longest stage's")  # fmt: skip
 
     add = parser.add_argument_group("text").add_argument
     add("--text", nargs="+", metavar="PATH", help=".txt and .md, also .xz and .gz, or folders of them")
