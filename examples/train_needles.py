@@ -46,8 +46,9 @@ from nearfar.evaluation.needle_documents import (
     load_background,
     split_background,
 )
+from nearfar.evaluation.text_pieces import read_text_pieces
 from nearfar.modeling.atomic_file import write_beside
-from nearfar.training.digit_tokenizer import read_text_pieces, train_digit_tokenizer
+from nearfar.training.digit_tokenizer import train_digit_tokenizer
 from nearfar.training.needle_curriculum import NEEDLE_PLANS, NeedlePlan, read_plan
 from nearfar.training.needle_training import NeedleTrainer, NeedleTraining, last_checkpoint
 
@@ -88,9 +89,7 @@ def prepare_data(options: argparse.Namespace) -> None:
     if options.tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     else:
-        pieces = read_text_pieces(
-            sources, options.tokenizer_characters, split=options.split, column=options.column or "text"
-        )
+        pieces = read_text_pieces(sources, options.tokenizer_characters, split=options.split, column=options.column)
         tokenizer = train_digit_tokenizer(pieces, options.vocabulary)
     NeedleTemplates(tokenizer)  # refuses a tokenizer that cannot write passkeys
     background = load_background(

@@ -206,3 +206,15 @@ def _needed_blocks(
             chosen = list(range(max(0, chosen[0] - margin), chosen[-1] + 1))
         found.append(chosen)
     return found
+
+
+def input_columns(hidden: torch.Tensor, grid: Grid | None, columns: int, wanted: torch.Tensor | None) -> torch.Tensor:
+    """Hidden states of the input's columns, from where they lie on the grid."""
+    places = None if grid is None else grid.places
+    if wanted is not None:
+        row, column = wanted.nonzero(as_tuple=True)
+        return hidden[row, column if places is None else places.expand(hidden.shape[0], -1)[row, column]]
+    if places is None:
+        return hidden[:, :columns]
+    index = places.expand(hidden.shape[0], -1)[..., None].expand(-1, -1, hidden.shape[2])
+    return hidden.gather(1, index)
