@@ -201,7 +201,9 @@ class ProxyFormerImageModel(PreTrainedModel):
             valid.append(real)
         if not states:
             return None, None
-        return torch.cat(states, dim=1), torch.cat(valid, dim=1) if text_mask is not None else None
+        # Attention without a mask is faster, where every state is real.
+        masked = text is not None and (text_mask is not None or drop is not None)
+        return torch.cat(states, dim=1), torch.cat(valid, dim=1) if masked else None
 
     def _class_states(
         self, labels: torch.Tensor | None, drop: torch.Tensor | None, batch: int, device: torch.device
@@ -240,12 +242,13 @@ class ProxyFormerImageModel(PreTrainedModel):
             raise ValueError(f"text_attention_mask must have shape {tuple(text.shape[:2])}, got {tuple(mask.shape)}.")
         states = self.text_projection(text)
         real = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device) if mask is None else mask.bool()
-        # A text that is left out, and one without a real token, are so many times the state of no text.
+        # A text that is left out, and one without a real token, are one time the state of no text.
         left_out = ~real.any(dim=1)
         if drop is not None:
             left_out = left_out | drop
         states = torch.where(left_out[:, None, None], self.no_text.to(states.dtype), states)
-        return states, real | left_out[:, None]
+        first = torch.arange(text.shape[1], device=text.device) == 0
+        return states, torch.where(left_out[:, None], first, real)
 
     # --- images ------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedConfig
 
 from .flow_sampling import euler_sample, guided
 from .modeling_proxyformer_autoencoder import ProxyFormerAutoencoder
@@ -60,7 +61,15 @@ class FlowMatchingPipeline:
         Args:
             name_or_path: a folder or a Hub repository of `save_pretrained` or `push_to_hub`.
             kwargs: to the models' `from_pretrained`, such as `dtype`, `revision` or `token`.
+
+        Raises:
+            ValueError: a model of another kind.
+            OSError: nothing there.
         """
+        where = {name: kwargs[name] for name in ("revision", "token", "cache_dir") if name in kwargs}
+        kind = PreTrainedConfig.get_config_dict(str(name_or_path), **where)[0].get("model_type")
+        if kind != ProxyFormerImageModel.config_class.model_type:
+            raise ValueError(f"{name_or_path} holds a model of type {kind!r}, not a ProxyFormer that draws images.")
         model = ProxyFormerImageModel.from_pretrained(str(name_or_path), **kwargs)
         autoencoder = None
         if model.config.latent:
