@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from .flow_sampling import euler_sample, guided
 from .modeling_proxyformer_autoencoder import ProxyFormerAutoencoder
@@ -71,12 +72,7 @@ class FlowMatchingPipeline:
         if kind != ProxyFormerImageModel.config_class.model_type:
             raise ValueError(f"{name_or_path} holds a model of type {kind!r}, not a ProxyFormer that draws images.")
         model = ProxyFormerImageModel.from_pretrained(str(name_or_path), **kwargs)
-        autoencoder = None
-        if model.config.latent:
-            autoencoder = ProxyFormerAutoencoder.from_pretrained(
-                str(name_or_path), subfolder=AUTOENCODER_FOLDER, **kwargs
-            )
-        return cls(model, autoencoder)
+        return cls(model, _load_autoencoder(str(name_or_path), **kwargs) if model.config.latent else None)
 
     @classmethod
     def of_model(cls, model: ProxyFormerImageModel) -> "FlowMatchingPipeline":
@@ -93,10 +89,10 @@ class FlowMatchingPipeline:
                 "The model draws latents and was not loaded from a folder or the Hub, where its autoencoder would be: "
                 "make FlowMatchingPipeline(model, autoencoder)."
             )
-        options: dict[str, Any] = {"subfolder": AUTOENCODER_FOLDER, "dtype": model.dtype}
+        options: dict[str, Any] = {"dtype": model.dtype}
         if not os.path.isdir(source) and getattr(model.config, "_commit_hash", None):
             options["revision"] = model.config._commit_hash
-        return cls(model, ProxyFormerAutoencoder.from_pretrained(source, **options).to(model.device))
+        return cls(model, _load_autoencoder(source, **options).to(model.device))
 
     def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
         """Save weights, configurations and code: the model's in the folder, the autoencoder's in one inside it."""
@@ -289,6 +285,15 @@ class FlowMatchingPipeline:
             return sizes, sizes
         stride = self.autoencoder.config.downsampling
         return tuple(-(-size // stride) for size in sizes), sizes
+
+
+def _load_autoencoder(source: str, **options: Any) -> ProxyFormerAutoencoder:
+    """The autoencoder beside a model; where this code came with a checkpoint, it will be saved with its code again."""
+    kind = ProxyFormerAutoencoder
+    if kind.__module__.split(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
+        kind.register_for_auto_class("AutoModel")
+        kind.config_class.register_for_auto_class()
+    return kind.from_pretrained(source, subfolder=AUTOENCODER_FOLDER, **options)
 
 
 class _Estimator:

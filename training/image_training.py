@@ -35,7 +35,7 @@ from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.modeling_proxyformer_autoencoder import ProxyFormerAutoencoder
 from nearfar.modeling.modeling_proxyformer_image import ProxyFormerImageModel
 from nearfar.modeling.pipeline_flow_matching import FlowMatchingPipeline, to_uint8
-from nearfar.training.flow_matching import flow_matching_loss
+from nearfar.training.flow_matching import TIMES, WEIGHTINGS, flow_matching_loss
 from nearfar.training.matrix_optimizer import make_optimizer
 from nearfar.training.weight_average import WeightAverage
 
@@ -113,6 +113,11 @@ class ImageTraining:
         for name in ("learning_rate", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name, known in (("weighting", WEIGHTINGS), ("times", TIMES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if not 0 <= self.condition_dropout <= 1:
+            raise ValueError(f"condition_dropout must be between 0 and 1, got {self.condition_dropout}")
         for name in ("save_every", "sample_every"):
             value = getattr(self, name)
             if value is not None and value % self.log_every:
