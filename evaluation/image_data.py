@@ -22,7 +22,7 @@ RESIZE = ("scale", "pad")
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 # Names under which a split goes in files and folders.
 _SPLITS = {"train": ("train", "training"), "test": ("t10k", "test", "val", "valid", "validation")}
-_IDX_DTYPES = {
+_IDX_DTYPES: dict[int, np.dtype[Any]] = {
     0x08: np.dtype(np.uint8), 0x09: np.dtype(np.int8), 0x0B: np.dtype(">i2"), 0x0C: np.dtype(">i4"),
     0x0D: np.dtype(">f4"), 0x0E: np.dtype(">f8"),
 }  # fmt: skip

@@ -265,13 +265,14 @@ class ImageStack(nn.Module):
             if wanted > size:
                 x = F.pad(x, [0, 0] * (dim + 1) + [0, wanted - size])
         # Channels are few: they are sorted here rather than the local stream that is made of them.
-        factors = self.layers[0].factors
+        stacked: list[ImageLayer] = list(self.layers)  # type: ignore[arg-type]
+        factors = stacked[0].factors
         local = embed(nest_blocks(x, factors))
         found: list[torch.Tensor] = []
         proxies: torch.Tensor | None = None
         rotary: AxialRotary | None = None
         places: torch.Tensor | None = None
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(stacked):
             if layer.starts_anew:
                 if layer.factors != factors:
                     local = nest_blocks(unnest_blocks(local, factors, filled), layer.factors)

@@ -318,7 +318,8 @@ class _Estimator:
         output = self.model(given, time.expand(len(given)), **condition)
         sample = output.sample.to(x.dtype)
         if self.doubled:
-            return guided(*sample.chunk(2), self.scale)
+            without, given_condition = sample.chunk(2)
+            return guided(without, given_condition, self.scale)
         if self.scale != 1:
             return guided(output.middle_sample.to(x.dtype), sample, self.scale)
         return sample

@@ -121,7 +121,7 @@ def _draw(args: argparse.Namespace, pipe: FlowMatchingPipeline, labels: list[int
     """uint8 images."""
     import torch
 
-    given = {} if labels is None else {"class_labels": labels}
+    given: dict[str, Any] = {} if labels is None else {"class_labels": labels}
     images: torch.Tensor = pipe(
         count,
         steps=args.steps,
