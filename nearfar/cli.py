@@ -1,4 +1,4 @@
-"""The `nearfar` command: `demo`, `generate`, `fit-prototypes`, from `cli_convert` `convert`, from `cli_eval` `eval`.
+"""The `nearfar` command: `demo`, `generate`, `fit-prototypes`; `cli_convert`, `cli_eval`, … add the others.
 
 Importing this module imports neither torch nor transformers, so that `nearfar --help` answers at once; each command
 imports what it needs after its arguments have been checked.
@@ -123,6 +123,7 @@ def _build_parser() -> argparse.ArgumentParser:
     from nearfar import __version__
     from nearfar.cli_convert import add_convert  # here, because it imports this module
     from nearfar.cli_eval import add_eval
+    from nearfar.cli_images import add_images
     from nearfar.cli_train import add_train
 
     parser = _Parser(
@@ -139,6 +140,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add_convert(commands)
     add_eval(commands)
     add_train(commands)
+    add_images(commands)
     return parser
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearfar import cli
+from nearfar.cli_images import add_eval_images
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +28,11 @@ examples:
 def add_eval(commands: Any) -> None:
     """Add `eval` and its tests."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "eval", help="evaluate a model: needles in long documents", description="Evaluate a model."
+        "eval", help="evaluate a model: needles in long documents, drawn images", description="Evaluate a model."
     )
     tests = parser.add_subparsers(dest="test", required=True, metavar="TEST")
     _add_needles(tests)
+    add_eval_images(tests)
 
 
 def _add_needles(tests: Any) -> None:
