@@ -66,8 +66,8 @@ def model_card(record: dict[str, Any], name: str, source_card: ModelCardData | N
     where = (
         "the end of the calibration text" if record["held_out_of_calibration_text"] else ", ".join(evaluation["text"])
     )
-    perplexities = _markdown_table(perplexity_rows(record["perplexity"]))
-    cache = _markdown_table(
+    perplexities = markdown_table(perplexity_rows(record["perplexity"]))
+    cache = markdown_table(
         [["cache", "bytes a far token", "of ordinary"]]
         + [
             [label, f"{sizes[mode]:,}", f"1/{sizes['ordinary'] / sizes[mode]:.3g}"]
@@ -116,6 +116,6 @@ its keys (`fast`), or the bottleneck alone (`small`); of the last {record["windo
 """
 
 
-def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     header, *others = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([header, "|" + "---|" + "---:|" * (len(rows[0]) - 1), *others])
