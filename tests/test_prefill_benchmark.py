@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import DynamicCache
 
 
 def script():
@@ -27,12 +29,47 @@ def test_a_tiny_run(tmp_path, capsys):
     rows = json.loads((tmp_path / "prefill.json").read_text())["rows"]
     there = ["full", "snapkv", "kvzip", "sequential", "two_streams"]
     found = {(row["tokens"], row["system"]): row for row in rows}
-    assert {key for key in found if key[1] != "kvpress_snapkv"} == {(n, name) for n in (96, 128) for name in there}
+    assert {key for key in found if "kvpress" not in key[1]} == {(n, name) for n in (96, 128) for name in there}
     for (_, name), row in found.items():
         assert row["seconds"] > 0
         assert (row["mapper_share"] is not None) == (name in ("sequential", "two_streams"))
-        assert row["kept"] == 1 if name == "full" else row["kept"] == pytest.approx(0.3, abs=0.01)
+        if name in there:
+            assert row["kept"] == 1 if name == "full" else row["kept"] == pytest.approx(0.3, abs=0.01)
     assert "second GPU" in err and "Held equal" in out and "ProxyKV, two streams" in out
+
+
+def test_rows_are_kept_and_gone_on_with(tmp_path, capsys, monkeypatch):
+    """One file over several commands; what is there is not measured again, and other settings are refused."""
+    command = ["--shape", "tiny", "--repeats", "1", "--device", "cpu", "--threads", "1", "--out", str(tmp_path)]
+    assert prefill.main([*command, "--lengths", "96", "--systems", "full,kvzip"]) == 0
+    before = json.loads((tmp_path / "prefill.json").read_text())["rows"]
+    measured, measure = [], prefill.measure
+
+    def counted(*args):
+        measured.append(args)
+        if len(measured) == 2:
+            raise RuntimeError("interrupted")
+        return measure(*args)
+
+    monkeypatch.setattr(prefill, "measure", counted)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        prefill.main([*command, "--lengths", "96,128", "--systems", "full,sequential,kvzip"])
+    capsys.readouterr()
+    rows = json.loads((tmp_path / "prefill.json").read_text())["rows"]
+    assert [row["system"] for row in rows] == ["full", "kvzip", "sequential"]
+    assert [row for row in rows if row["system"] != "sequential"] == before
+    assert prefill.main([*command, "--lengths", "96,128", "--systems", "full", "--seconds", "1e-9"]) == 0
+    shown = capsys.readouterr()
+    assert "not begun" in shown.err and "1.00 x" in shown.out and len(measured) == 2
+    assert prefill.main([*command, "--retention-ratio", "0.5"]) == 2
+    assert "measured with retention_ratio = 0.3, now it is 0.5" in capsys.readouterr().err
+
+
+def test_a_long_run_is_run_once(capsys):
+    assert prefill.main([*TINY, "--systems", "full", "--long-seconds", "0", "--repeats", "3"]) == 0
+    runs = []
+    row = prefill.measure(lambda ids: runs.append(ids) or prefill.Prefill(DynamicCache()), torch.ones(1, 1), 3, 1, 9.0)
+    assert len(runs) == 4 and row["runs"] == 3
 
 
 def test_what_is_not_installed_is_left_out(capsys, monkeypatch):
