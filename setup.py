@@ -22,7 +22,7 @@ EXTRAS = {
     "eval": ["lm-eval", "datasets", "matplotlib"],
     "flash": ["flash-attn"],
     "quant": ["torchao"],
-    "image": ["torchvision", "torch-fidelity"],
+    "image": ["pillow", "torchvision", "torch-fidelity"],
     "dev": [
         *DEMO,
         "torchao",

@@ -43,7 +43,7 @@ from nearfar.modeling.time_embedding import TimeEmbedding
 from nearfar.training.flow_matching import flow_matching_loss
 
 # Image size : patch : images at once.
-SHAPES = {"cuda": "32:4:512,64:8:256,256:16:32", "cpu": "32:4:4,64:8:2,256:16:1"}
+SHAPES = {"cuda": "32:4:128,64:8:128,256:16:16", "cpu": "32:4:4,64:8:2,256:16:1"}
 CLASSES = 10
 
 

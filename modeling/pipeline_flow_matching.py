@@ -24,7 +24,6 @@ from .modeling_proxyformer_image import ProxyFormerImageModel
 AUTOENCODER_FOLDER = "autoencoder"
 GUIDANCE = ("classifier_free", "middle")
 OUTPUT_TYPES = ("pil", "uint8", "pt")
-_MODES = {1: "L", 3: "RGB"}
 
 
 class FlowMatchingPipeline:
@@ -380,7 +379,7 @@ def to_pil(images: torch.Tensor) -> list[Any]:
         from PIL import Image
     except ImportError as error:
         raise ImportError("PIL images need Pillow: pip install pillow, or use output_type='uint8'.") from error
-    if images.ndim not in (4, 5) or images.shape[1] not in _MODES:
+    if images.ndim not in (4, 5) or images.shape[1] not in (1, 3):
         raise ValueError(
             f"PIL has images of height and width with 1 or 3 channels, got shape {tuple(images.shape)}: use "
             "output_type='uint8' or 'pt'."
@@ -388,4 +387,4 @@ def to_pil(images: torch.Tensor) -> list[Any]:
     if images.ndim == 5:
         return [to_pil(video) for video in images.transpose(1, 2)]
     pixels = images.movedim(1, -1).squeeze(-1) if images.shape[1] == 1 else images.movedim(1, -1)
-    return [Image.fromarray(image, _MODES[images.shape[1]]) for image in pixels.contiguous().cpu().numpy()]
+    return [Image.fromarray(image) for image in pixels.contiguous().cpu().numpy()]
