@@ -201,7 +201,8 @@ def residual_components(
         nonlocal count
         states = inputs[0].flatten(0, 1).float()
         states = states / (states.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        moments.add_((states.T @ states).double())
+        with torch.autocast(states.device.type, enabled=False):
+            moments.add_((states.T @ states).double())
         count += states.shape[0]
 
     handles = [norm.register_forward_pre_hook(collect) for norm in _stream_norms(model)]

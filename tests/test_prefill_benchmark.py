@@ -85,3 +85,23 @@ def test_bad_arguments(capsys):
             prefill.main([*TINY, *arguments])
     assert prefill.main([*TINY, "--lengths", "10"]) != 0
     assert "64 tokens" in capsys.readouterr().err
+
+
+def test_decoding_after_pruning(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(prefill.__file__).parent))
+    spec = importlib.util.spec_from_file_location("pruned_decode", Path(prefill.__file__).parent / "pruned_decode.py")
+    decode = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(decode)
+    arguments = ["--shape", "tiny", "--lengths", "2000", "--batches", "1,3", "--steps", "2", "--out", str(tmp_path)]
+    arguments += ["--device", "cpu", "--threads", "1"]
+    assert decode.main(arguments) == 0
+    rows = json.loads((tmp_path / "pruned_decode.json").read_text())["rows"]
+    found = {(row["system"], row["batch"]): row for row in rows}
+    assert set(found) == {(name, batch) for name in decode.SYSTEMS for batch in (1, 3)}
+    assert found["full", 3]["kept"] == 1 and found["full", 3]["bytes"] == 3 * found["full", 1]["bytes"]
+    for name in ("even", "ragged"):
+        for batch in (1, 3):
+            assert found[name, batch]["kept"] == pytest.approx(0.3, abs=0.01)
+        assert found[name, 3]["bytes"] < 0.6 * found["full", 3]["bytes"]
+    assert "Held equal" in capsys.readouterr().out
+    assert decode.main([*arguments, "--lengths", "10"]) == 2

@@ -177,7 +177,8 @@ class ProxyDistillationTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Warm-up and cosine by `_Clock.progress`."""
-        if self.lr_scheduler is None:
+        made: Any = getattr(self, "lr_scheduler", None)
+        if made is None:
 
             def rate(step: int) -> float:
                 done = self.clock.progress(step)
@@ -186,8 +187,9 @@ class ProxyDistillationTrainer(Trainer):
                 cosine = 0.5 * (1 + torch.cos(torch.tensor(done * torch.pi)).item())
                 return warm * (LAST_RATE + (1 - LAST_RATE) * cosine)
 
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, rate)
-        return self.lr_scheduler
+            made = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, rate)
+            self.lr_scheduler = made
+        return made
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
