@@ -232,6 +232,7 @@ def distill_proxy(
         report = distill_logits(
             sibling, target, text, work.folder / "distillation", settings, bf16=precision.autocast, quiet=quiet
         )
+        sibling.config.use_cache = target.config.use_cache  # the Trainer has turned it off
         _round(sibling, saved_dtype, embedding_storage)
         measure("distilled", sibling)
 

@@ -9,6 +9,7 @@ With `proxy_layers="all"` a row is a context instead of a layer pair: features `
 """
 
 import itertools
+import os
 from typing import Any, ClassVar
 
 import torch
@@ -69,7 +70,11 @@ class HybridAxialMapper(PreTrainedModel):
         identity: dict[str, Any] = {}
         for role, model in (("proxy", proxy), ("target", target)):
             identity[f"{role}_fingerprint"] = embedding_fingerprint(model)
-            identity[f"{role}_name"] = getattr(model, "name_or_path", "") or None
+            name = getattr(model, "name_or_path", "") or None
+            # A folder's place on this machine means nothing elsewhere.
+            identity[f"{role}_name"] = (
+                os.path.basename(os.path.abspath(name)) if name and os.path.isdir(name) else name
+            )
         return cls(HybridAxialMapperConfig.for_models(text_config(proxy), text_config(target), **identity | kwargs))
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -200,6 +200,7 @@ def test_an_ordinary_checkpoint_comes_out(files: Path, tmp_path: Path, storage: 
     model = AutoModelForCausalLM.from_pretrained(made.output)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert type(model) is type(target) and model.config.num_hidden_layers == 2
+    assert model.config.use_cache == target.config.use_cache, "a Trainer turns it off"
     assert AutoTokenizer.from_pretrained(made.output).get_vocab() == tiny_tokenizer().get_vocab()
     embedding = target.model.embed_tokens.weight
     if storage == "float8":

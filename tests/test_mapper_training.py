@@ -436,7 +436,7 @@ def test_the_command_from_end_to_end(
     pairs = MapperPairs(out / "pairs")
     assert [entry.name for entry in pairs.contexts] == ["0.txt", "1.txt", "needles:0:0", "needles:0:1"]  # sorted
     saved = AutoModel.from_pretrained(out / "model")
-    assert saved.config.target_name == model and saved.config.window_stride == 32
+    assert saved.config.target_name == Path(model).name and saved.config.window_stride == 32
 
     assert cli.main([*command, "--steps", "4"]) == 2
     assert "holds a run already: add --resume" in capsys.readouterr().err
