@@ -9,7 +9,6 @@ With `proxy_layers="all"` a row is a context instead of a layer pair: features `
 """
 
 import itertools
-import os
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_axial_mapper import HybridAxialMapperConfig
-from .model_identity import embedding_fingerprint, same_model
+from .model_identity import embedding_fingerprint, model_name, same_model
 from .prunable_models import text_config
 
 # Added to a column sum before its logarithm; most tokens of a text receive 0.01 to 1 in a head.

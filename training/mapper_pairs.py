@@ -39,7 +39,7 @@ from nearfar.evaluation.needles import hide_needles
 from nearfar.evaluation.texts import load_dataset_texts
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.kvzip_scores import QUOTED_TOKENS, RepeatPrompt, reconstruction_scores
-from nearfar.modeling.model_identity import embedding_fingerprint, same_model
+from nearfar.modeling.model_identity import embedding_fingerprint, model_name, same_model
 from nearfar.modeling.prunable_models import text_config
 from nearfar.training.synthetic_contexts import SYNTHETIC, TRAINING_FACTS, synthetic_document
 from nearfar.training.token_blocks import text_documents
@@ -453,7 +453,7 @@ def _header(proxy: PreTrainedModel, target: PreTrainedModel, settings: PairSetti
     mapper: dict[str, Any] = {name: getattr(config, name) for name in _SIZES}
     for role, model in (("proxy", proxy), ("target", target)):
         mapper[f"{role}_fingerprint"] = embedding_fingerprint(model)
-        mapper[f"{role}_name"] = getattr(model, "name_or_path", "") or None
+        mapper[f"{role}_name"] = model_name(model)
     return {"format": _FORMAT, "mapper": mapper, "settings": settings.to_dict()}
 
 

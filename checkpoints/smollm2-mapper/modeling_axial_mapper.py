@@ -9,7 +9,6 @@ With `proxy_layers="all"` a row is a context instead of a layer pair: features `
 """
 
 import itertools
-import os
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_axial_mapper import HybridAxialMapperConfig
-from .model_identity import embedding_fingerprint, same_model
+from .model_identity import embedding_fingerprint, model_name, same_model
 from .prunable_models import text_config
 
 # Added to a column sum before its logarithm; most tokens of a text receive 0.01 to 1 in a head.
@@ -72,7 +71,9 @@ class HybridAxialMapper(PreTrainedModel):
             identity[f"{role}_fingerprint"] = embedding_fingerprint(model)
             name = getattr(model, "name_or_path", "") or None
             # A folder's place on this machine means nothing elsewhere.
-            identity[f"{role}_name"] = os.path.basename(os.path.abspath(name)) if name and os.path.isdir(name) else name
+            identity[f"{role}_name"] = (
+                os.path.basename(os.path.abspath(name)) if name and os.path.isdir(name) else name
+            )
         return cls(HybridAxialMapperConfig.for_models(text_config(proxy), text_config(target), **identity | kwargs))
 
     def _init_weights(self, module: nn.Module) -> None:
