@@ -69,11 +69,7 @@ class HybridAxialMapper(PreTrainedModel):
         identity: dict[str, Any] = {}
         for role, model in (("proxy", proxy), ("target", target)):
             identity[f"{role}_fingerprint"] = embedding_fingerprint(model)
-            name = getattr(model, "name_or_path", "") or None
-            # A folder's place on this machine means nothing elsewhere.
-            identity[f"{role}_name"] = (
-                os.path.basename(os.path.abspath(name)) if name and os.path.isdir(name) else name
-            )
+            identity[f"{role}_name"] = model_name(model)
         return cls(HybridAxialMapperConfig.for_models(text_config(proxy), text_config(target), **identity | kwargs))
 
     def _init_weights(self, module: nn.Module) -> None:
