@@ -26,11 +26,16 @@ examples:
 
 def add_eval(commands: Any) -> None:
     """Add `eval` and its tests."""
+    from nearfar.cli_benchmarks import add_benchmarks  # here, because it imports this module
+
     parser: argparse.ArgumentParser = commands.add_parser(
-        "eval", help="evaluate a model: needles in long documents", description="Evaluate a model."
+        "eval",
+        help="evaluate a model with any cache: perplexity, needles, RULER, LongBench, SCBench, latency",
+        description="Evaluate a model with any cache. `nearfar report` draws what was measured.",
     )
     tests = parser.add_subparsers(dest="test", required=True, metavar="TEST")
     _add_needles(tests)
+    add_benchmarks(tests)
 
 
 def _add_needles(tests: Any) -> None:
