@@ -26,7 +26,8 @@ examples:
 
 def add_eval(commands: Any) -> None:
     """Add `eval` and its tests."""
-    from nearfar.cli_benchmarks import add_benchmarks  # here, because it imports this module
+    from nearfar.cli_benchmarks import add_benchmarks  # here, because they import this module
+    from nearfar.cli_lm_eval import add_dar_tasks
 
     parser: argparse.ArgumentParser = commands.add_parser(
         "eval",
@@ -36,6 +37,7 @@ def add_eval(commands: Any) -> None:
     tests = parser.add_subparsers(dest="test", required=True, metavar="TEST")
     _add_needles(tests)
     add_benchmarks(tests)
+    add_dar_tasks(tests)
 
 
 def _add_needles(tests: Any) -> None:
