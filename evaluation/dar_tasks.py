@@ -59,7 +59,7 @@ def run_dar_tasks(
     limit: int | None = None,
     seed: int = 0,
     data_dir: str | Path | None = None,
-    include_path: str | Path | None = None,
+    manager: Any = None,
     allow_code: bool = False,
     path: str | Path | None = None,
     progress: bool = True,
@@ -73,7 +73,7 @@ def run_dar_tasks(
         limit: samples of each task of lm-eval (each of MMLU's 57), of those that are long enough.
         seed: chooses the worked examples where lm-eval draws them.
         data_dir: where `multi_news.jsonl` lies; by default it comes from the Hub.
-        include_path: a folder of lm-eval task files that take the place of its own.
+        manager: lm-eval's `TaskManager`, if not one of its own tasks; making one takes a while.
         allow_code: let MBPP run the programs that the model writes.
         path: where the run is kept; answers of single requests are kept beside it.
 
@@ -89,8 +89,12 @@ def run_dar_tasks(
     for name in tasks:
         if name == "multi_news":
             _multi_news(run, lm, window, limit, data_dir, path, progress)
-        else:
-            _lm_eval_task(run, lm, name, window, limit, seed, include_path, path)
+            continue
+        if manager is None:
+            from lm_eval.tasks import TaskManager
+
+            manager = TaskManager()
+        _lm_eval_task(run, lm, name, window, limit, seed, manager, path)
     return run
 
 
@@ -123,16 +127,14 @@ def _lm_eval_task(
     window: int,
     limit: int | None,
     seed: int,
-    include_path: str | Path | None,
+    manager: Any,
     path: str | Path | None,
 ) -> None:
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
     spec = DAR_TASKS[name]
     if spec.runs_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
     leaves = list(manager.load(name)["tasks"].items())
     chosen, tokens = [], {}
     for leaf, task in leaves:

@@ -78,6 +78,11 @@ def _dar_tasks(args: argparse.Namespace) -> int:
     from nearfar.evaluation.lm_eval_model import NearfarLM
 
     session = _Session(args, "dar-tasks")
+    manager = None
+    if tasks != ["multi_news"]:
+        from lm_eval.tasks import TaskManager
+
+        manager = TaskManager(include_path=args.include_path)
     model = session.model()
     window = args.window if args.window is not None else int(getattr(model.config, "window_size", None) or 0)
     for choice in session.choices:
@@ -113,7 +118,7 @@ def _dar_tasks(args: argparse.Namespace) -> int:
             limit=args.limit,
             seed=args.seed,
             data_dir=args.data_dir,
-            include_path=args.include_path,
+            manager=manager,
             allow_code=args.allow_code,
             path=path,
         )
