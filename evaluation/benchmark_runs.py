@@ -277,8 +277,10 @@ def measure_answers(
     """
     ids = frame.context_ids(sample) if max_tokens is None else frame.shortened(sample, max_tokens)
     read: ReadContext | None = None
-    asked, prefill, answering, new_tokens = [], 0.0, 0.0, 0
-    pairs, sizes = [], []
+    asked: list[dict[str, Any]] = []
+    prefill, answering, new_tokens = 0.0, 0.0, 0
+    pairs: list[int | None] = []
+    sizes: list[int] = []
     for question in sample.questions:
         question_ids = frame.question_ids(sample, question)
         if question_seen:

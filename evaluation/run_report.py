@@ -165,9 +165,7 @@ def write_report(found: FoundRuns, out: str | Path, *, command: str = "") -> lis
         lines += [f"## {comparison.title}", "", *_notes(comparison), "", *_table(comparison), ""]
         for kind, draw in _charts(comparison):
             path = out / f"{comparison.name}-{kind}.png"
-            figure = draw(comparison)
-            write_beside(path, lambda file, figure=figure: figure.savefig(file, dpi=150, format="png"))
-            files.append(path)
+            files.append(_save(draw(comparison), path))
             lines += [f"![{comparison.title}: {kind.replace('-', ' ')}]({path.name})", ""]
     for index, (source, needles) in enumerate(found.needles):
         model = str(needles.settings.get("model") or "model")
@@ -179,6 +177,10 @@ def write_report(found: FoundRuns, out: str | Path, *, command: str = "") -> lis
     text = "\n".join(lines)
     report = write_beside(out / "report.md", lambda file: file.write_text(text, encoding="utf-8"))
     return [report, *files]
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    return write_beside(path, lambda file: figure.savefig(file, dpi=150, format="png"))
 
 
 def _charts(comparison: Comparison) -> Iterator[tuple[str, Callable[[Comparison], Figure]]]:
@@ -220,9 +222,7 @@ def _table(comparison: Comparison) -> list[str]:
     header = ["task", *(run.label for run in comparison.runs)]
     rows = []
     if comparison.benchmark != "latency":
-        for task, length in sorted(
-            {cell for run in comparison.runs for cell in comparison.entries(run)}, key=_cell_key
-        ):
+        for task, length in _in_order([cell for run in comparison.runs for cell in comparison.entries(run)]):
             name = task if len(lengths) < 2 or length is None else f"{task}, {short_length(length)}"
             values = [comparison.entries(run).get((task, length), {}).get("score") for run in comparison.runs]
             rows.append(
@@ -257,8 +257,10 @@ def _cost(comparison: Comparison, run: BenchmarkRun, what: str, length: int | No
     return statistics.fmean(known) if known else None
 
 
-def _cell_key(cell: Cell) -> tuple[str, int]:
-    return cell[0], cell[1] or 0
+def _in_order(cells: Sequence[Cell]) -> list[Cell]:
+    """Tasks as they come, each by length."""
+    tasks = list(dict.fromkeys(task for task, _ in cells))
+    return sorted(dict.fromkeys(cells), key=lambda cell: (tasks.index(cell[0]), cell[1] or 0))
 
 
 def _number(value: float | None, form: str, bold: bool = False) -> str:
@@ -331,7 +333,8 @@ def draw_score_against_ratio(comparison: Comparison) -> Figure:
         axis.set_xlim(0, 1.02)
     for axis in axes[:, 0]:
         axis.set_ylabel(_score_label(comparison), fontsize=8)
-    figure.supxlabel("retention ratio", fontsize=9)
+    for axis in axes[-1]:
+        axis.set_xlabel("retention ratio", fontsize=8)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)), fontsize=8,
                   frameon=False)  # fmt: skip
     return figure
@@ -376,15 +379,15 @@ def draw_score_against_time(comparison: Comparison) -> Figure:
     axis.set_xlabel("seconds a sample: prefill and answer", fontsize=9)
     axis.set_ylabel(_score_label(comparison), fontsize=9)
     _score_axis(comparison, axis)
-    axis.set_xlim(left=0)
     axis.margins(x=0.12)
+    axis.set_xlim(left=0)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure
 
 
 def draw_task_heat_map(comparison: Comparison) -> Figure:
     """Tasks (and lengths) by runs, each cell with its score."""
-    cells = sorted(comparison.cells, key=_cell_key)
+    cells = _in_order(comparison.cells)
     lengths = {length for _, length in cells}
     names = [task if len(lengths) < 2 or n is None else f"{task}, {short_length(n)}" for task, n in cells]
     values = [
@@ -423,10 +426,13 @@ def draw_latency(comparison: Comparison) -> Figure:
     )
     handles: dict[str, Any] = {}
     for axis, (label, what, scale) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for number, run in enumerate(comparison.runs):
-            points = [(e["length"], scale * e[what]) for e in run.scores() if e.get(what) is not None]
-            if points:
-                handles[run.label] = axis.plot(*zip(*sorted(points), strict=True), **_style(number), markersize=5)[0]
+        for color, runs in enumerate(_caches(comparison).values()):
+            for number, run in enumerate(runs):  # one colour a cache, one marker and dash a size
+                points = [(e["length"], scale * e[what]) for e in run.scores() if e.get(what) is not None]
+                if points:
+                    style = {**_style(color), "marker": _MARKERS[number % len(_MARKERS)]}
+                    style["linestyle"] = ("-", "--", ":", "-.")[number % 4]
+                    handles[run.label] = axis.plot(*zip(*sorted(points), strict=True), **style, markersize=5)[0]
         axis.set_title(label, fontsize=9)
         axis.grid(alpha=0.25)
         axis.tick_params(labelsize=8)
@@ -434,6 +440,6 @@ def draw_latency(comparison: Comparison) -> Figure:
         axis.set_xlim(left=0)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
-    figure.supxlabel("tokens of context", fontsize=9)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        axis.set_xlabel("tokens of context", fontsize=8)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, fontsize=8, frameon=False)
     return figure

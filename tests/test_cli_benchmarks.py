@@ -231,7 +231,10 @@ def test_perplexity_and_latency(checkpoint: str, text_file: str, tmp_path: Path)
         (["longbench", "CHECKPOINT", "--tasks", "x"], "unknown task 'x' of longbench"),
         (["longbench", "CHECKPOINT", "--tasks", "trec", "--data-dir", "FOLDER"], "there is no trec.jsonl"),
         (["longbench", "CHECKPOINT", "--tasks", "trec"], "from the Hub (or give local files with --data-dir)"),
-        (["perplexity", "CHECKPOINT", "--text", "SHORT", "--lengths", "1k"], "tokens, at least 1281 are needed: give more with --text"),
+        (
+            ["perplexity", "CHECKPOINT", "--text", "SHORT", "--lengths", "1k"],
+            "tokens, at least 1281 are needed: give more with --text",
+        ),
         (["dar-tasks", "CHECKPOINT", "--tasks", "mbpp"], "allow it with --allow-code"),
         (["dar-tasks", "CHECKPOINT", "--tasks", "x"], "unknown task 'x' of dar-tasks"),
     ],
