@@ -7,7 +7,7 @@ no entry points, so this module must have been imported before `--model nearfar`
 
 - `nearfar lm-eval …`, or `python -m nearfar.evaluation.lm_eval_model …`: lm-eval's own command with all its arguments;
 - `lm_eval … --tasks "$(nearfar lm-eval plugin),gsm8k"`: the plain command, which imports what a task file given by its
-  path names. That file holds no task;
+  path names. That file holds no task and adds an empty group to the results;
 - `import nearfar.evaluation.lm_eval_model` before `lm_eval.simple_evaluate(model="nearfar", …)`.
 
 Arguments, beside all of `--model hf`: `cache` (default: full), `retention_ratio` or `budget`, and whatever that cache
@@ -30,7 +30,6 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-import nearfar
 from nearfar.evaluation.context_reading import SCORED_BY_A_PROXY, CacheChoice, ContextReader, ReadContext
 from nearfar.evaluation.restoring import restored
 from nearfar.modeling.cache_registry import CACHES, option_names
@@ -46,7 +45,6 @@ except ImportError as error:
 PLUGIN_FILE = Path(__file__).with_name("lm_eval_plugin.yaml")
 
 
-@register_model("nearfar")
 class NearfarLM(HFLM):
     """lm-eval's Hugging Face model with a cache of nearfar's.
 
@@ -74,7 +72,9 @@ class NearfarLM(HFLM):
     ) -> None:
         if rolling_chunk_tokens < 1:
             raise ValueError(f"rolling_chunk_tokens must be at least 1, got {rolling_chunk_tokens}")
-        _ = nearfar.ProxyFormerConfig  # the first public name makes transformers know nearfar's models
+        from nearfar import ProxyFormerConfig
+
+        _ = ProxyFormerConfig  # the first public name makes transformers know nearfar's models
         known = _option_names(cache)
         options = {name: kwargs.pop(name) for name in list(kwargs) if name in known}
         choice = CacheChoice(cache, budget, retention_ratio, options)  # wrong arguments are told before loading
@@ -235,7 +235,8 @@ def run_lm_eval(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # Under its own name, or the model type would be registered twice.
-    from nearfar.evaluation import lm_eval_model
+    from nearfar.evaluation import lm_eval_model  # under its own name, which registers the class that it holds
 
     sys.exit(lm_eval_model.run_lm_eval(sys.argv[1:]))
+else:
+    register_model("nearfar")(NearfarLM)
