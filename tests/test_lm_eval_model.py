@@ -155,8 +155,10 @@ def test_prompts_of_a_batch_are_answered_as_alone(model: Any, cache: str) -> Non
 
 
 @pytest.mark.parametrize("make", [tiny_dar, tiny_proxyformer], ids=["dar", "proxyformer"])
-def test_our_own_models_are_asked(make: Any) -> None:
-    mine = lm(make(vocab_size=261), max_length=200)
+def test_our_own_models_are_asked(make: Any, tmp_path: Path) -> None:
+    make(vocab_size=261).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    mine = NearfarLM(pretrained=str(tmp_path), device="cpu", dtype="float64", max_length=200)
     asked = requests(3)
     plain = []
     for _, context, continuation in asked:

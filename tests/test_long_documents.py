@@ -157,7 +157,8 @@ def test_scbench_turns_become_questions_about_one_context(task: str, tmp_path: P
         assert f"question {n}" in question.text and question.answers == (f"answer {n}",)
         assert "{" not in question.text
         if task not in ("scbench_choice_eng", "scbench_mf", "scbench_repoqa"):
-            pytest.importorskip("rouge_score")
+            if question.metric.startswith("rouge"):
+                pytest.importorskip("rouge_score")
             assert score_answer(f"answer {n}", question) == 1.0
 
 
