@@ -19,7 +19,17 @@ EXTRAS = {
     # The embedded model packages are GGUF files; the demo draws its table as a PNG.
     "demo": DEMO,
     "train": ["peft", "datasets", "matplotlib"],
-    "eval": ["lm-eval", "datasets", "matplotlib"],
+    # lm-eval runs other benchmarks; the others judge answers of those in evaluation/ (jieba: Chinese), or give words.
+    "eval": [
+        "lm-eval>=0.4.13",
+        "datasets",
+        "matplotlib",
+        "rouge-score",
+        "nltk",
+        "rapidfuzz",
+        "jieba",
+        "wonderwords",
+    ],
     "flash": ["flash-attn"],
     "quant": ["torchao"],
     "image": ["pillow", "torchvision", "torch-fidelity"],
@@ -48,7 +58,7 @@ setup(
     python_requires=">=3.10",
     package_dir={"nearfar": "nearfar", **{f"nearfar.{name}": name for name in SUBPACKAGES}},
     packages=["nearfar", *(f"nearfar.{name}" for name in SUBPACKAGES)],
-    package_data={"nearfar": ["py.typed", "prototypes/**"]},
+    package_data={"nearfar": ["py.typed", "prototypes/**"], "nearfar.evaluation": ["lm_eval_plugin.yaml"]},
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17,<6",

@@ -131,6 +131,8 @@ def _build_parser() -> argparse.ArgumentParser:
     from nearfar.cli_convert import add_convert  # here, because it imports this module
     from nearfar.cli_eval import add_eval
     from nearfar.cli_images import add_images
+    from nearfar.cli_lm_eval import add_lm_eval
+    from nearfar.cli_report import add_report
     from nearfar.cli_train import add_train
 
     parser = _Parser(
@@ -146,6 +148,8 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_fit_prototypes(commands)
     add_convert(commands)
     add_eval(commands)
+    add_lm_eval(commands)
+    add_report(commands)
     add_train(commands)
     add_images(commands)
     return parser
