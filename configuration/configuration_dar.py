@@ -43,6 +43,7 @@ class DARConfig(RemoteCodeConfig, GPTNeoXConfig):
         "AutoModelForCausalLM": "modeling_dar.DARForCausalLM",
         "AutoModelForSequenceClassification": "modeling_dar.DARForSequenceClassification",
     }
+    adapter_targets: ClassVar[tuple[str, ...]] = ("query_key_value", "bottleneck_down", "bottleneck_up")
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     window_size: int | None = 128
