@@ -194,6 +194,10 @@ class DARPreTrainedModel(GPTNeoXPreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs: ClassVar[dict[str, Any]] = {"hidden_states": DARLayer, "attentions": DARAttention}
 
+    def __init__(self, config: DARConfig, *inputs: Any, **kwargs: Any) -> None:
+        super().__init__(config, *inputs, **kwargs)
+        self.model_tags = ["nearfar", "dar"]  # of the card that an upload gets; a list of its own, as it is added to
+
 
 class DARModel(DARPreTrainedModel):
     """A DAR decoder without head: token ids to hidden states.

@@ -215,6 +215,7 @@ def input_columns(hidden: torch.Tensor, grid: Grid | None, columns: int, wanted:
         row, column = wanted.nonzero(as_tuple=True)
         return hidden[row, column if places is None else places.expand(hidden.shape[0], -1)[row, column]]
     if places is None:
-        return hidden[:, :columns]
+        # The tensor itself where it is whole, so that gradients of what is returned can be asked for.
+        return hidden if hidden.shape[1] == columns else hidden[:, :columns]
     index = places.expand(hidden.shape[0], -1)[..., None].expand(-1, -1, hidden.shape[2])
     return hidden.gather(1, index)
