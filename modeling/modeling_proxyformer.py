@@ -18,6 +18,7 @@ from transformers.utils.generic import merge_with_config_defaults
 
 from ..configuration.configuration_proxyformer import ProxyFormerConfig
 from .cache_proxy import ProxyCache
+from .checkpointed_cache import cache_for_pass
 from .chunked_loss import IGNORED
 from .compat import CACHE_FIELD, mask_arguments
 from .next_token_loss import NextTokenLoss
@@ -124,10 +125,11 @@ class ProxyFormerModel(ProxyFormerStreams):
             same after the middle layer, and the cache.
 
         Raises:
-            ValueError: ids outside the vocabulary, shapes that do not fit, packed rows, embeddings instead of ids.
+            ValueError: ids outside the vocabulary, shapes that do not fit, packed rows, embeddings instead of ids, a
+                cache with tokens where layers are checkpointed.
             TypeError: a cache that cannot hold proxies.
         """
-        cache = past_key_values if cache is None else cache
+        cache = cache_for_pass(self, past_key_values if cache is None else cache)
         input_ids = self._checked_ids(input_ids, inputs_embeds)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
