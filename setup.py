@@ -39,6 +39,7 @@ EXTRAS = {
         "pytest>=8.4",
         "pytest-timeout>=2.4",
         "pytest-xdist>=3.8",
+        "parameterized",
         "hypothesis>=6.140",
         "ruff>=0.17",
         "mypy>=2.4",

@@ -33,10 +33,10 @@ import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from huggingface_hub import ModelCardData
 from transformers import AutoTokenizer, set_seed
 
 from nearfar import ProxyFormerConfig, ProxyFormerForCausalLM, __version__
+from nearfar.evaluation.card_data import Metric, card_data
 from nearfar.evaluation.machine import machine_report
 from nearfar.evaluation.multi_needle import NeedleResults, evaluate_needles, least_length
 from nearfar.evaluation.needle_documents import (
@@ -152,7 +152,11 @@ def write_json(path: Path, content: Any) -> None:
 def model_card(options: argparse.Namespace, model: ProxyFormerForCausalLM, run: dict[str, Any]) -> str:
     """README.md of the checkpoint."""
     config, result = model.config, run["result"]
-    data = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["proxyformer", "nearfar"])
+    metrics = [
+        Metric("accuracy", row["accuracy"], "multi-needle passkeys", f"passkeys found in {row['length']:,} tokens")
+        for row in result["accuracy"]
+    ]
+    data = card_data(options.output.name, ["proxyformer", "custom_code"], metrics)
     stages = "\n".join(
         f"- {entry['stage']}: {entry['steps']:,} steps, exact {entry['exact']:.3f}, left for: {entry['reason']}"
         for entry in result["left"]

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nearfar.configuration.configuration_axial_mapper import HybridAxialMapperConfig
+from nearfar.evaluation.card_data import Metric, card_data
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.modeling_axial_mapper import HybridAxialMapper, window_starts
 from nearfar.training.mapper_losses import MapperLoss, mass_reconstruction
@@ -778,9 +779,13 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
 def model_card(config: HybridAxialMapperConfig, options: MapperTraining, line: dict[str, Any]) -> str:
     """README.md of a trained mapper."""
     mass = ", ".join(f"{value:.4f} at {ratio}" for ratio, value in line["mass_reconstruction"].items())
+    metrics = [
+        Metric("mass_reconstruction", value, "held-out contexts", f"mass reconstruction at {ratio}")
+        for ratio, value in line["mass_reconstruction"].items()
+    ]
+    data = card_data("HybridAxialMapper", ["proxykv", "custom_code"], metrics, pipeline_tag="feature-extraction")
     return f"""---
-library_name: transformers
-tags: [nearfar, proxykv]
+{data.to_yaml()}
 ---
 
 # HybridAxialMapper

@@ -18,6 +18,7 @@ from transformers.utils.generic import merge_with_config_defaults
 
 from .configuration_proxyformer import ProxyFormerConfig
 from .cache_proxy import ProxyCache
+from .checkpointed_cache import cache_for_pass
 from .chunked_loss import IGNORED
 from .compat import CACHE_FIELD, mask_arguments
 from .next_token_loss import NextTokenLoss
@@ -124,10 +125,11 @@ class ProxyFormerModel(ProxyFormerStreams):
             same after the middle layer, and the cache.
 
         Raises:
-            ValueError: ids outside the vocabulary, shapes that do not fit, packed rows, embeddings instead of ids.
+            ValueError: ids outside the vocabulary, shapes that do not fit, packed rows, embeddings instead of ids, a
+                cache with tokens where layers are checkpointed.
             TypeError: a cache that cannot hold proxies.
         """
-        cache = past_key_values if cache is None else cache
+        cache = cache_for_pass(self, past_key_values if cache is None else cache)
         input_ids = self._checked_ids(input_ids, inputs_embeds)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -148,12 +150,12 @@ class ProxyFormerModel(ProxyFormerStreams):
                 input_ids, attention_mask, cache, history_ids, history_attention_mask, condition_states, wanted, states
             )
         columns = input_ids.shape[1]
-        hidden = input_columns(hidden, grid, columns, wanted)
+        hidden = self.norm(input_columns(hidden, grid, columns, wanted))
         middle = None if middle is None else input_columns(middle, grid, columns, wanted)
         return ProxyFormerModelOutput(
-            last_hidden_state=self.norm(hidden),
+            last_hidden_state=hidden,
             middle_hidden_state=None if middle is None else self.middle_norm(middle),
-            hidden_states=None if states is None else self._hidden_states(states, grid, columns),
+            hidden_states=None if states is None else self._hidden_states(states, hidden, grid, columns, wanted),
             **{CACHE_FIELD: cache},
         )
 
@@ -172,10 +174,17 @@ class ProxyFormerModel(ProxyFormerStreams):
         self._check_vocabulary(input_ids, "input_ids")
         return input_ids
 
-    def _hidden_states(self, states: list[torch.Tensor], grid: Grid | None, columns: int) -> tuple[torch.Tensor, ...]:
+    def _hidden_states(
+        self,
+        states: list[torch.Tensor],
+        last: torch.Tensor,
+        grid: Grid | None,
+        columns: int,
+        wanted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
         """In the order of the input's columns; the last one normalised, as in transformers' own models."""
-        found = [input_columns(x, grid, columns, None) for x in states]
-        return (*found[:-1], self.norm(found[-1]))
+        found = [input_columns(x, grid, columns, None) for x in states[:-1]]
+        return (*found, last if wanted is None else self.norm(input_columns(states[-1], grid, columns, None)))
 
     def _check_others(
         self,
@@ -296,6 +305,7 @@ class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, NextTokenLoss, Generati
         history_attention_mask: torch.Tensor | None = None,
         condition_states: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token; arguments as in `ProxyFormerModel.forward`.
@@ -306,6 +316,8 @@ class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, NextTokenLoss, Generati
                 logits, a chunk at a time, and none are returned, unless `config.logits_in_training`.
             logits_to_keep: logits of the last so many columns only, or of these columns; 0 for all.
             num_items_in_batch: labels of all accumulated batches, by which the loss is divided instead of by its own.
+            shift_labels: with `labels`, of the same shape: what each column is to predict, in place of the label
+                behind it. Sequences that are cut among processes are shifted before.
 
         Raises:
             ValueError: labels of another shape than `input_ids`.
@@ -314,15 +326,19 @@ class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, NextTokenLoss, Generati
         only_loss = labels is not None and self.training and not self.config.logits_in_training
         wanted: torch.Tensor | None = None
         kept: torch.Tensor | None = None
-        if labels is not None and (input_ids is None or labels.shape != input_ids.shape):
-            shape = None if input_ids is None else tuple(input_ids.shape)
-            raise ValueError(f"labels must have the shape of input_ids, {shape}, got {tuple(labels.shape)}.")
-        if labels is not None and labels.device.type == "cpu":
-            self.model._check_vocabulary(labels[labels != IGNORED], "labels")
+        targets: torch.Tensor | None = None
+        if labels is not None:
+            for name, given in {"labels": labels, "shift_labels": shift_labels}.items():
+                if given is not None and (input_ids is None or given.shape != input_ids.shape):
+                    shape = None if input_ids is None else tuple(input_ids.shape)
+                    raise ValueError(f"{name} must have the shape of input_ids, {shape}, got {tuple(given.shape)}.")
+            targets = self._targets(labels, shift_labels)
+            if labels.device.type == "cpu":
+                read = labels if shift_labels is None else shift_labels
+                self.model._check_vocabulary(read[read != IGNORED], "labels")
         if only_loss and not torch.compiler.is_compiling():
-            assert labels is not None
-            wanted = torch.zeros_like(labels, dtype=torch.bool)
-            wanted[:, :-1] = labels[:, 1:] != IGNORED
+            assert targets is not None
+            wanted = targets != IGNORED
         elif labels is None and input_ids is not None and not (isinstance(logits_to_keep, int) and not logits_to_keep):
             columns = torch.zeros(input_ids.shape[1], dtype=torch.bool, device=input_ids.device)
             place = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -347,14 +363,14 @@ class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, NextTokenLoss, Generati
         hidden = outputs.last_hidden_state
         loss = logits = None
         if only_loss:
-            assert labels is not None
-            loss = self._loss(hidden, outputs.middle_hidden_state, labels, wanted, num_items_in_batch)
+            assert targets is not None
+            loss = self._loss(hidden, outputs.middle_hidden_state, targets, wanted, num_items_in_batch)
         else:
             if kept is not None and input_ids is not None:
                 hidden = self._kept_columns(hidden, kept, input_ids)
             logits = self.lm_head(hidden)
-            if labels is not None:
-                loss = self._loss_of_logits(logits, outputs.middle_hidden_state, labels, num_items_in_batch)
+            if targets is not None:
+                loss = self._loss_of_logits(logits, outputs.middle_hidden_state, targets, num_items_in_batch)
                 if isinstance(logits_to_keep, torch.Tensor) or logits_to_keep:
                     last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
                     logits = logits[:, last]

@@ -11,7 +11,7 @@ from .chunked_loss import IGNORED, chunked_cross_entropy
 
 
 class NextTokenLoss:
-    """Goes before a model class that has a `config` with loss settings and an `lm_head`."""
+    """For a model class with an `lm_head`, and `loss_chunk_tokens` in its configuration."""
 
     config: Any
     lm_head: nn.Linear
@@ -21,19 +21,19 @@ class NextTokenLoss:
         self,
         hidden: torch.Tensor,
         middle: torch.Tensor | None,
-        labels: torch.Tensor,
+        targets: torch.Tensor,
         wanted: torch.Tensor | None,
         num_items: torch.Tensor | int | None,
     ) -> torch.Tensor:
-        """Cross-entropy of the next token from the last head and the auxiliary one, mean over labels."""
+        """Cross-entropy of `(batch, tokens)` targets from the last head and the auxiliary one, mean over targets."""
         if wanted is not None:
-            targets = labels[:, 1:][wanted[:, :-1]]
+            targets = targets[wanted]
         else:
-            hidden, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-            middle = None if middle is None else middle[:, :-1].flatten(0, 1)
+            hidden, targets = hidden.flatten(0, 1), targets.flatten()
+            middle = None if middle is None else middle.flatten(0, 1)
         divisor = self._divisor(targets, num_items)
         loss = self._sum_of_losses(hidden, targets) / divisor
-        weight = float(self.config.auxiliary_loss_weight)
+        weight = self._auxiliary_weight()
         if middle is not None and weight:
             loss = loss + weight * self._sum_of_losses(middle, targets) / divisor
         return loss
@@ -42,18 +42,26 @@ class NextTokenLoss:
         self,
         logits: torch.Tensor,
         middle: torch.Tensor | None,
-        labels: torch.Tensor,
+        targets: torch.Tensor,
         num_items: torch.Tensor | int | None,
     ) -> torch.Tensor:
         """The same from logits that are there already; the auxiliary head counts in training only."""
-        targets = labels[:, 1:].flatten()
+        targets = targets.flatten()
         divisor = self._divisor(targets, num_items)
-        scores = logits[:, :-1].flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        scores = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="sum") / divisor
-        weight = float(self.config.auxiliary_loss_weight)
+        weight = self._auxiliary_weight()
         if middle is not None and weight and self.training:
-            loss = loss + weight * self._sum_of_losses(middle[:, :-1].flatten(0, 1), targets) / divisor
+            loss = loss + weight * self._sum_of_losses(middle.flatten(0, 1), targets) / divisor
         return loss
+
+    def _auxiliary_weight(self) -> float:
+        return float(getattr(self.config, "auxiliary_loss_weight", 0.0))
+
+    @staticmethod
+    def _targets(labels: torch.Tensor, shift_labels: torch.Tensor | None) -> torch.Tensor:
+        """What each column is to predict, `(batch, tokens)`: the label behind it, or what `shift_labels` says."""
+        return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shift_labels is None else shift_labels
 
     @staticmethod
     def _divisor(targets: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor | int:

@@ -29,6 +29,10 @@ class ProxyFormerPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = False
     _can_compile_fullgraph = False
 
+    def __init__(self, config: ProxyFormerConfig, *inputs: Any, **kwargs: Any) -> None:
+        super().__init__(config, *inputs, **kwargs)
+        self.model_tags = ["nearfar", "proxyformer"]  # of the card that an upload gets
+
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:

@@ -78,16 +78,22 @@ class ProxyFormerStreams(ProxyFormerHistory):
                 valid = None
         if max(last) and (cache is not None or history_ids is None):
             history = self._compress(cache, sequence, last, condition, ahead)
+        unread = history is None and cache is None and self._waits_for_others()
+        if unread:  # one block that nobody sees: other processes may have rows with a history
+            history = self._history(input_ids.new_zeros(batch, block), None, 0, condition=condition)
 
         step = cache is not None and input_ids.shape[1] == 1 and min(rows.counts) == 1
         hidden_ids, grid = self._grid(rows, sequence, fill, last, wanted, cache is not None, step)
+        visible = self._visible(grid, ahead, last, cache, valid, step)
+        if unread:
+            visible = {ratio: Visibility(counts=torch.zeros_like(grid.numbers)) for ratio in visible}
         view = GenerationView(
             grid=grid,
             block=block,
             retained=config.retained_blocks,
             angles=self._raw_angles(grid, lengths, fill, step),
             turns_proxies=config.proxy_rope,
-            visible=self._visible(grid, ahead, last, cache, valid, step),
+            visible=visible,
             fill=fill,
             known=known,
             last=last,
@@ -95,8 +101,6 @@ class ProxyFormerStreams(ProxyFormerHistory):
             recomputes=config.reversible_history and self.training,
         )
         hidden = self._embed(hidden_ids)
-        if history is None and self.training and torch.is_grad_enabled() and cache is None:
-            hidden = self._touch_history(hidden)
         middle = None
         for index, layer in enumerate(self.layers):
             proxies = None if history is None or cache is not None else history.proxies[index]
@@ -253,11 +257,9 @@ class ProxyFormerStreams(ProxyFormerHistory):
                 found[ratio] = Visibility(counts=counts, step=each if plain else 0)
         return found
 
-    def _touch_history(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Zero gradients for what a pass without finished blocks does not use: parallel training waits for them."""
+    def _waits_for_others(self) -> bool:
+        """Whether other processes wait until every layer has been run, and in training has had gradients."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return hidden
-        unused = [*self.history_layers.parameters(), *self._history_embedding_parameters()]
-        for layer in self.layers:
-            unused += [p for name, p in layer.named_parameters() if name.startswith(("proxy_", "merges."))]
-        return hidden + sum((p * 0).sum() for p in unused).to(hidden.dtype)  # type: ignore[union-attr]
+            return False
+        trains = self.training and torch.is_grad_enabled()
+        return trains or any(layer._forward_pre_hooks for layer in self.history_layers)  # of sharded layers

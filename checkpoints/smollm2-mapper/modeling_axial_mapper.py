@@ -48,6 +48,7 @@ class HybridAxialMapper(PreTrainedModel):
 
     def __init__(self, config: HybridAxialMapperConfig) -> None:
         super().__init__(config)
+        self.model_tags = ["nearfar", "proxykv"]  # of the card that an upload gets
         config.check()
         self.stem = ConvolutionStem(config)
         self.layers = nn.ModuleList(MapperEncoderLayer(config) for _ in range(config.num_hidden_layers))
