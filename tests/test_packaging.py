@@ -221,7 +221,7 @@ def test_pins_cover_what_the_makefile_installs(wheel: Path, python_version: str)
         metadata = archive.read(name).decode()
     for text in re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE):
         requirement = Requirement(text)
-        extras = ("", "demo", "dev", "train")
+        extras = ("", "demo", "dev", "docs", "train")
         if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
             pinned = pins.get(requirement.name)
             assert pinned is not None, f"{requirement.name} has no pin in constraints.txt"
