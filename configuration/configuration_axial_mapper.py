@@ -31,6 +31,9 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
         dropout: in the encoder, while training.
         feature_transform: `"none"` feeds the column sums as they are, as the paper writes it; `"log"` feeds
             log(10⁻⁴ + sum), which tames attention sinks (thousands beside fractions).
+        proxy_layers: `"paired"` maps one proxy layer at a time, that of the target layer's depth, as in the paper;
+            `"all"` reads all of them at once, `L_s * H_s` channels, and maps them to all target layers: more to judge
+            a token by, and one pass of the encoder instead of one for each proxy layer. It needs `layer_queries`.
         layer_queries: a bank of target queries for each target layer. Without it (the paper) target layers that share
             a proxy layer get the same scores. The encoder runs as often either way.
         window_tokens, window_stride: tokens read at once, and between the starts of two windows; scores are averaged
@@ -62,6 +65,7 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
     head_dim: int = 64
     dropout: float | int = 0.1
     feature_transform: Literal["none", "log"] = "none"
+    proxy_layers: Literal["paired", "all"] = "paired"
     layer_queries: bool = False
     window_tokens: int = 2048
     window_stride: int = 1024
@@ -104,6 +108,11 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
     # --- what follows from the fields --------------------------------------------------------------------------------
 
     @property
+    def input_channels(self) -> int:
+        """Column sums of a token that are read at once."""
+        return self.proxy_num_heads * (self.proxy_num_layers if self.proxy_layers == "all" else 1)
+
+    @property
     def scored_layers(self) -> list[int]:
         """Indices of the target's layers that are scored."""
         assert self.target_layers is not None
@@ -134,6 +143,10 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
             raise ValueError(
                 f"window_stride must not exceed window_tokens, or tokens would be left out; got {self.window_stride} "
                 f"and {self.window_tokens}."
+            )
+        if self.proxy_layers == "all" and not self.layer_queries:
+            raise ValueError(
+                'proxy_layers="all" needs layer_queries=True, or all target layers would get the same scores.'
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}.")

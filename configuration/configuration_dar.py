@@ -29,6 +29,9 @@ class DARConfig(RemoteCodeConfig, GPTNeoXConfig):
             "Uniform reduction").
         far_cache: what `DARCache` keeps of a far token by default. `"fast"`: its bottleneck and the rotated part of
             its keys; `"small"`: the bottleneck alone, the rotated part being computed anew in every step.
+        logits_in_training: whether a training pass with labels also returns logits, as some trainers want; without,
+            memory for them is needed only at labelled positions, `loss_chunk_tokens` at a time.
+        loss_chunk_tokens: labelled positions whose logits are in memory at a time.
 
     Raises:
         ValueError: a value out of range; a rotary embedding whose frequencies follow the sequence length together with
@@ -51,6 +54,8 @@ class DARConfig(RemoteCodeConfig, GPTNeoXConfig):
     bottleneck_activation: str | None = None
     uniform_bottleneck: bool = False
     far_cache: Literal["fast", "small"] = "fast"
+    logits_in_training: bool = True
+    loss_chunk_tokens: int = 4096
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.bottleneck_size is None:
@@ -71,6 +76,8 @@ class DARConfig(RemoteCodeConfig, GPTNeoXConfig):
             raise ValueError(
                 f"bottleneck_activation must be None (linear) or 'sigmoid', got {self.bottleneck_activation!r}."
             )
+        if self.loss_chunk_tokens < 1:
+            raise ValueError(f"loss_chunk_tokens must be at least 1, got {self.loss_chunk_tokens}.")
         if self.uniform_bottleneck and self.window_size is None:
             raise ValueError("uniform_bottleneck=True needs a bottleneck, and window_size=None makes a model without.")
         if self.hidden_size % self.num_attention_heads:

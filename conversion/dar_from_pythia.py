@@ -11,11 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +29,18 @@ from transformers import __version__ as transformers_version
 
 from nearfar import __version__
 from nearfar.configuration.configuration_dar import DARConfig
+from nearfar.conversion.conversion_run import (
+    Precision,
+    Sources,
+    UnfinishedWork,
+    check_output,
+    find_device,
+    publish,
+    round_weights,
+    source_names,
+    speaker,
+    text_digest,
+)
 from nearfar.conversion.dar_initialisation import collect_moments, initialise_bottlenecks, needs_moments
 from nearfar.conversion.dar_model_card import STAGES, model_card, perplexity_rows, source_card_data
 from nearfar.evaluation.comparison import aligned_table
@@ -54,8 +62,6 @@ __all__ = [
     "read_base_config",
     "spread_blocks",
 ]
-
-Sources = str | Path | Sequence[str | Path]
 
 # What a configuration says about the file it came from, and what only DAR has.
 _NOT_CARRIED = (
@@ -178,7 +184,7 @@ def convert_gpt_neox_to_dar(
     for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    _check_output(output, source, overwrite)
+    check_output(output, source, overwrite)
     base = read_base_config(source, revision)
     config = dar_config(base, bottleneck_size=bottleneck_size, window_size=window_size, far_cache=far_cache)
     assert config.bottleneck_size is not None
@@ -194,7 +200,7 @@ def convert_gpt_neox_to_dar(
         distillation.check_blocks(block_tokens, window_size)
 
     state = PartialState()
-    say = _speaker(quiet or not state.is_main_process)
+    say = speaker(quiet or not state.is_main_process)
     notes: list[str] = []
     if base.attention_dropout:
         notes.append(
@@ -210,17 +216,17 @@ def convert_gpt_neox_to_dar(
     )  # fmt: skip
 
     say(f"loading {source}")
-    device = _find_device(device, state)
+    device = find_device(device, state)
     model = load_gpt_neox(source, base, revision=revision)
     saved_dtype = model.dtype
     model = model.to(torch.float64 if saved_dtype == torch.float64 else torch.float32).to(device)
-    precision = _Precision(device, autocast)
+    precision = Precision(device, autocast)
     settings = {
         "source": source, "revision": revision, "weights": _fingerprint(model), "method": method,
         **{name: getattr(config, name) for name in ("bottleneck_size", "window_size")},
         "block_tokens": block_tokens, "distillation": asdict(distillation), "processes": state.num_processes,
-        "calibration text": _digest(text.calibration), "held-out text": _digest(text.evaluation),
-        "distillation text": None if text.distillation is None else _digest(text.distillation),
+        "calibration text": text_digest(text.calibration), "held-out text": text_digest(text.evaluation),
+        "distillation text": None if text.distillation is None else text_digest(text.distillation),
     }  # fmt: skip
     work = _Work(output, work_dir, settings, restart, bool(distillation.total_steps), state)
 
@@ -245,7 +251,7 @@ def convert_gpt_neox_to_dar(
                 )
         initialise_bottlenecks(dar, moments, method=method)
         # What is measured is what will be saved.
-        _round_weights(dar, saved_dtype, only="bottleneck")
+        round_weights(dar, saved_dtype, only="bottleneck")
         measure("initialised", dar)
         work.save(dar, perplexity)
     report = None
@@ -253,7 +259,7 @@ def convert_gpt_neox_to_dar(
         report = distill_dar(
             dar, text.distillation, work.folder / "distillation", distillation, bf16=precision.autocast, quiet=quiet
         )
-        _round_weights(dar, saved_dtype)
+        round_weights(dar, saved_dtype)
         measure("distilled", dar)
 
     record = {
@@ -288,7 +294,7 @@ def convert_gpt_neox_to_dar(
             (folder / "README.md").write_text(card, encoding="utf-8")
             (folder / "conversion.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
-        _publish(write, output, overwrite)
+        publish(write, output, overwrite)
         work.delete()
     state.wait_for_everyone()
     say(f"saved {output}")
@@ -459,40 +465,6 @@ def cache_bytes_per_far_token(config: DARConfig, dtype: torch.dtype) -> dict[str
     return sizes
 
 
-def _round_weights(model: nn.Module, dtype: torch.dtype, only: str = "") -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if only in name:
-                parameter.copy_(parameter.to(dtype))
-
-
-class _Precision:
-    """Where forward passes run in bfloat16."""
-
-    def __init__(self, device: torch.device, autocast: bool | None) -> None:
-        self.device = device
-        self.autocast = device.type == "cuda" if autocast is None else autocast
-
-    def context(self) -> Any:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
-
-
-def _find_device(device: str | torch.device | None, state: PartialState) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if state.num_processes > 1:
-        return state.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _speaker(quiet: bool) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        if not quiet:
-            print(f"nearfar: {text}", file=sys.stderr, flush=True)
-
-    return say
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Text
 # ---------------------------------------------------------------------------------------------------------------------
@@ -568,10 +540,6 @@ def spread_blocks(blocks: TokenBlocks, count: int) -> TokenBlocks:
     return TokenBlocks(rows[np.arange(count) * len(blocks) // count].reshape(-1), blocks.block_tokens)
 
 
-def _digest(blocks: TokenBlocks) -> str:
-    return hashlib.sha256(blocks.tokens.tobytes()).hexdigest()[:16]
-
-
 def _fingerprint(model: GPTNeoXForCausalLM) -> str:
     """Tells checkpoints apart by some of their numbers; all of them would take a while."""
     digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode())
@@ -581,13 +549,8 @@ def _fingerprint(model: GPTNeoXForCausalLM) -> str:
 
 
 def _described(blocks: TokenBlocks, sources: Sources) -> dict[str, Any]:
-    """Blocks in a record. Of files only the names: where they lay is nobody else's business."""
-    return {"text": _names(sources), "tokens": len(blocks) * blocks.block_tokens}
-
-
-def _names(sources: Sources) -> list[str]:
-    named = [sources] if isinstance(sources, str | Path) else list(sources)
-    return [Path(name).name if Path(name).exists() else str(name) for name in named]
+    """Blocks in a record."""
+    return {"text": source_names(sources), "tokens": len(blocks) * blocks.block_tokens}
 
 
 def _described_distillation(
@@ -596,7 +559,7 @@ def _described_distillation(
     if report is None:
         return None
     return {
-        "text": _names(sources),
+        "text": source_names(sources),
         **asdict(settings),
         "tokens": report.tokens,
         "epochs": report.epochs,
@@ -605,92 +568,12 @@ def _described_distillation(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Folders: the output, and unfinished work
+# Unfinished work
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _check_output(output: Path, source: str, overwrite: bool) -> None:
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"the output {output} is a file: give a folder")
-    if Path(source).is_dir() and output.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
-        raise ValueError(f"the output {output} is or holds the source {source}: give another folder")
-    if not output.is_dir() or not any(output.iterdir()):
-        return
-    if not overwrite:
-        raise ValueError(f"the output folder {output} is not empty: give another one, or overwrite it")
-    if not (output / "config.json").is_file():
-        raise ValueError(f"{output} holds something other than a checkpoint (no config.json): it is not overwritten")
-
-
-def _publish(write: Callable[[Path], None], output: Path, overwrite: bool) -> None:
-    """Let `write` fill a hidden folder beside `output`, then rename it, so that nobody ever sees half a checkpoint."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for left_over in output.parent.glob(f".{output.name}.*.unfinished"):  # of a process that was killed
-        shutil.rmtree(left_over, ignore_errors=True)
-    hidden = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".unfinished", dir=output.parent))
-    try:
-        new, old = hidden / "new", hidden / "old"
-        new.mkdir()
-        write(new)
-        if output.is_dir() and any(output.iterdir()):
-            _check_output(output, "", overwrite)  # something may have come there meanwhile
-            output.rename(old)
-        elif output.is_dir():
-            output.rmdir()
-        try:
-            new.rename(output)
-        except OSError:
-            if old.is_dir():
-                old.rename(output)
-            raise
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
-
-
-class _Work:
-    """What an unfinished distillation has done so far: the initialised bottlenecks, perplexities, and checkpoints.
-
-    Args:
-        output: where the conversion will be.
-        work_dir: where the folder lies; `None` for beside the output.
-        settings: what must be equal for unfinished work to be gone on with; JSON-ready.
-        restart: throw away what is there.
-        kept: whether there is anything worth keeping at all.
-        state: of the processes; the main one writes.
-
-    Raises:
-        ValueError: there is unfinished work with other settings.
-    """
-
-    def __init__(
-        self,
-        output: Path,
-        work_dir: str | Path | None,
-        settings: dict[str, Any],
-        restart: bool,
-        kept: bool,
-        state: PartialState,
-    ) -> None:
-        self.folder = (output.parent if work_dir is None else Path(work_dir)) / f"{output.name}.partial"
-        self.kept, self.state = kept, state
-        file = self.folder / "settings.json"
-        wanted = json.loads(json.dumps(settings))
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and not restart else None
-        if found is not None and found != wanted:
-            name = next(name for name in wanted if found.get(name) != wanted[name])
-            raise ValueError(
-                f"{self.folder} holds an unfinished conversion with {name} = {found.get(name)!r}, and now it is "
-                f"{wanted[name]!r}: restart, which throws it away, or choose another output"
-            )
-        if self.folder.is_dir() and found is None and not restart and any(self.folder.iterdir()):
-            raise ValueError(f"{self.folder} holds something other than an unfinished conversion: move it away")
-        state.wait_for_everyone()  # all have seen what is there before it is changed
-        if restart:
-            self.delete()
-        if kept and state.is_main_process:
-            text = json.dumps(wanted, indent=2) + "\n"
-            write_beside(file, lambda path: path.write_text(text, encoding="utf-8"))
-        state.wait_for_everyone()
+class _Work(UnfinishedWork):
+    """What an unfinished distillation has done so far: the initialised bottlenecks, perplexities, and checkpoints."""
 
     @property
     def _bottlenecks(self) -> Path:
@@ -718,8 +601,3 @@ class _Work:
         model.load_state_dict(load_file(self._bottlenecks), strict=False)
         measured = json.loads(self._perplexities.read_text(encoding="utf-8"))
         return {stage: Perplexity(**value) for stage, value in measured.items()}
-
-    def delete(self) -> None:
-        """Throw the folder away."""
-        if self.state.is_main_process and (self.folder / "settings.json").is_file():
-            shutil.rmtree(self.folder)

@@ -8,6 +8,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from nearfar.evaluation.card_data import Metric, card_data
+
 STAGES = {"source": "source", "initialised": "after initialisation", "distilled": "after distillation"}
 
 
@@ -17,6 +19,11 @@ def perplexity_rows(perplexity: dict[str, float]) -> list[list[str]]:
     for stage, value in perplexity.items():
         rows.append([STAGES[stage], f"{value:.4g}", f"{100 * value / perplexity['source']:.2f} %"])
     return rows
+
+
+def _last_stage(record: dict[str, Any]) -> str:
+    """What the saved weights are."""
+    return [stage for stage in STAGES if stage in record["perplexity"]][-1]
 
 
 def source_card_data(source: str, revision: str | None) -> ModelCardData | None:
@@ -36,11 +43,15 @@ def model_card(record: dict[str, Any], name: str, source_card: ModelCardData | N
         for field in ("license", "license_name", "license_link", "language", "datasets")
         if (value := getattr(source_card, field, None)) is not None
     }
-    data = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
+    evaluation = record["evaluation"]
+    where = (
+        "the end of the calibration text" if record["held_out_of_calibration_text"] else ", ".join(evaluation["text"])
+    )
+    data = card_data(
+        name,
+        ["dar", "kv-cache", "custom_code"],
+        [Metric("perplexity", record["perplexity"][_last_stage(record)], where)],
         base_model=record["source"] if on_hub else None,
-        tags=["nearfar", "dar", "kv-cache", "custom_code"],
         **inherited,
     )
     source = f"[{record['source']}](https://huggingface.co/{record['source']})" if on_hub else f"`{record['source']}`"
@@ -62,12 +73,8 @@ def model_card(record: dict[str, Any], name: str, source_card: ModelCardData | N
         "- All weights differ from the source's" if trained else "- The base weights are the source's, unchanged"
     )
     made += [f"- {note}" for note in record["notes"]]
-    evaluation = record["evaluation"]
-    where = (
-        "the end of the calibration text" if record["held_out_of_calibration_text"] else ", ".join(evaluation["text"])
-    )
-    perplexities = _markdown_table(perplexity_rows(record["perplexity"]))
-    cache = _markdown_table(
+    perplexities = markdown_table(perplexity_rows(record["perplexity"]))
+    cache = markdown_table(
         [["cache", "bytes a far token", "of ordinary"]]
         + [
             [label, f"{sizes[mode]:,}", f"1/{sizes['ordinary'] / sizes[mode]:.3g}"]
@@ -116,6 +123,6 @@ its keys (`fast`), or the bottleneck alone (`small`); of the last {record["windo
 """
 
 
-def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     header, *others = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([header, "|" + "---|" + "---:|" * (len(rows[0]) - 1), *others])

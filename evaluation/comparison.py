@@ -28,6 +28,7 @@ from nearfar.evaluation.restoring import restored
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.budgets import check_budget
 from nearfar.modeling.cache_kvzip import KVzipCache
+from nearfar.modeling.cache_proxykv import ProxyKVCache
 from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, cache_nbytes, make_cache
 from nearfar.modeling.compat import cache_argument
 
@@ -222,7 +223,7 @@ def prefill(
     ids: Sequence[int],
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[float, torch.Tensor]:
-    """Read `ids` into `cache`: in one forward pass, or in those of a `KVzipCache`, which all count.
+    """Read `ids` into `cache`: in one forward pass, or in those of a `KVzipCache`, or after a proxy's; all count.
 
     Args:
         tokenizer: what a `KVzipCache` needs.
@@ -233,6 +234,8 @@ def prefill(
     inputs = torch.tensor([list(ids)], device=model.get_input_embeddings().weight.device)
     synchronize(inputs.device)
     start = time.perf_counter()
+    if isinstance(cache, ProxyKVCache) and cache.scores is None:
+        cache.score_prompt(inputs)
     if isinstance(cache, KVzipCache) and inputs.shape[1] > 1:
         if tokenizer is None:
             raise ValueError("a KVzipCache needs the tokenizer to ask the model to repeat the context")

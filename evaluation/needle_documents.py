@@ -33,18 +33,16 @@ arguments alone. For any other tokenizer each needle's text is encoded as it is 
 
 from __future__ import annotations
 
-import gzip
-import lzma
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from nearfar.evaluation.texts import TEXT_SUFFIXES
+from nearfar.evaluation.text_pieces import find_text_files, gather_pieces, read_text_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -596,10 +594,6 @@ class NeedleDocuments:
 
 # --- background ------------------------------------------------------------------------------------------------------
 
-# Characters handed to the tokenizer at once; a line of its own that separates documents in a text file.
-_PIECE = 1 << 17
-_SEPARATOR = "<|endoftext|>"
-
 
 def split_background(background: torch.Tensor, held_out: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
     """The stream without its end for training, and its end (that share of it) for evaluation; views, not copies.
@@ -628,9 +622,7 @@ def load_background(
     Read in pieces, so that only what `max_tokens` takes is read. Nothing is kept on disk.
 
     Args:
-        sources: plain text files, also packed as `.xz` or `.gz`; folders of them (`.txt` and `.md`, recursively, in
-            the order of their names); or one string that names neither: a `datasets` id, `id` or `id:config`,
-            streamed. Lines `<|endoftext|>` in files are taken for separators of documents and become blank lines.
+        sources: files, folders or a `datasets` id; see `nearfar.evaluation.text_pieces.read_text_pieces`.
         max_tokens: the first so many tokens; None for all.
         split, column: of a `datasets` id; the column is found by name if None.
 
@@ -644,30 +636,11 @@ def load_background(
     """
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-    files = find_text_files(sources)
-    named = [sources] if isinstance(sources, (str, Path)) else list(sources)
-    if files is None:
-        pieces = _dataset_pieces(str(named[0]), split, column)
-    else:
-        pieces = (piece for file in files for piece in _file_pieces(file))
-    background = _encode_pieces(pieces, tokenizer, max_tokens)
+    background = _encode_pieces(read_text_pieces(sources, split=split, column=column), tokenizer, max_tokens)
     if not len(background):
+        named = [sources] if isinstance(sources, (str, Path)) else sources
         raise ValueError(f"there is no text in {', '.join(map(str, named))}")
     return background
-
-
-def find_text_files(sources: str | Path | Sequence[str | Path]) -> list[Path] | None:
-    """The files that `load_background` would read, without reading them; None for a `datasets` id.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_background` does.
-    """
-    named = [sources] if isinstance(sources, (str, Path)) else list(sources)
-    if not named:
-        raise ValueError("no text for the background was given")
-    if len(named) == 1 and _may_be_dataset(named[0]):
-        return None
-    return [file for name in named for file in _text_files(Path(name))]
 
 
 def encode_background(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None) -> torch.Tensor:
@@ -678,7 +651,7 @@ def encode_background(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens:
     """
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-    background = _encode_pieces(text.splitlines(keepends=True), tokenizer, max_tokens)
+    background = _encode_pieces(gather_pieces(text.splitlines(keepends=True)), tokenizer, max_tokens)
     if not len(background):
         raise ValueError("the text for the background is blank")
     return background
@@ -687,77 +660,10 @@ def encode_background(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens:
 def _encode_pieces(pieces: Iterable[str], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> torch.Tensor:
     arrays = [np.zeros(0, dtype=np.int32)]
     count = 0
-    for piece in _gathered(pieces):
+    for piece in pieces:
         ids = tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
         arrays.append(np.asarray(ids, dtype=np.int32))
         count += len(ids)
         if max_tokens is not None and count >= max_tokens:
             break
     return torch.from_numpy(np.concatenate(arrays)[:max_tokens])
-
-
-def _may_be_dataset(name: str | Path) -> bool:
-    """A Hub id, with a config behind a colon or without, rather than a path."""
-    if isinstance(name, Path) or Path(name).exists() or name.startswith((".", "/", "~")):
-        return False
-    stem = name.partition(":")[0]
-    return stem.count("/") <= 1 and not stem.lower().endswith((*TEXT_SUFFIXES, ".xz", ".gz"))
-
-
-def _text_files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise FileNotFoundError(f"no such file or folder: {path}")
-    if not path.is_dir():
-        return [path]
-    endings = tuple(suffix + packed for suffix in TEXT_SUFFIXES for packed in ("", ".xz", ".gz"))
-    files = [file for file in path.rglob("*") if file.is_file() and file.name.lower().endswith(endings)]
-    if not files:
-        raise ValueError(f"{path} holds no text files ({', '.join(endings)})")
-    return sorted(files, key=lambda file: file.relative_to(path).as_posix())
-
-
-def _file_pieces(path: Path) -> Iterator[str]:
-    unpackers: dict[str, Callable[..., IO[Any]]] = {".xz": lzma.open, ".gz": gzip.open}
-    try:
-        with unpackers.get(path.suffix.lower(), open)(path, "rt", encoding="utf-8-sig") as stream:
-            while line := stream.readline(_PIECE):  # or a piece of a very long one
-                yield "\n" if line.strip() == _SEPARATOR else line
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from None
-    except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    yield "\n\n"
-
-
-def _dataset_pieces(name: str, split: str, column: str | None) -> Iterator[str]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ImportError(
-            f"{name} is no file or folder here, and reading it as a dataset needs the `datasets` package: "
-            "pip install 'nearfar[eval]'"
-        ) from error
-    identifier, _, config = name.partition(":")
-    for row in load_dataset(identifier, config or None, split=split, streaming=True):
-        if column is None:
-            strings = [key for key, value in row.items() if isinstance(value, str)]
-            column = next((key for key in ("text", "content") if key in strings), strings[0] if strings else None)
-        if column is None or column not in row:
-            raise ValueError(f"{name} has no column {column or 'of text'!r}; its columns are {', '.join(row)}")
-        yield row[column]
-        yield "\n"
-
-
-def _gathered(pieces: Iterable[str]) -> Iterator[str]:
-    """Texts joined up to some size, blank ones left out; a piece beyond that size is cut."""
-    waiting: list[str] = []
-    size = 0
-    for piece in pieces:
-        for start in range(0, len(piece), _PIECE):
-            waiting.append(piece[start : start + _PIECE])
-            size += len(waiting[-1])
-            if size >= _PIECE:
-                yield "".join(waiting)
-                waiting, size = [], 0
-    if "".join(waiting).strip():
-        yield "".join(waiting)

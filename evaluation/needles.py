@@ -175,7 +175,7 @@ def needle_trials(
         ids = tokens[trial % len(tokens)]
         start = rng.randint(0, len(ids) - context_tokens - continuation_tokens)
         trials.append(
-            _hide(
+            hide_needles(
                 tokenizer,
                 ids[start:],
                 context_tokens=context_tokens,
@@ -214,7 +214,7 @@ def multi_needle_context(
     ids = _encode(tokenizer, document)
     _check_length(ids, context_tokens, continuation_tokens, "the text")
     rng = random.Random(f"{seed}/multi")
-    return _hide(
+    return hide_needles(
         tokenizer,
         ids,
         context_tokens=context_tokens,
@@ -260,7 +260,7 @@ def _check_length(ids: Sequence[int], context_tokens: int, continuation_tokens: 
         )
 
 
-def _hide(
+def hide_needles(
     tokenizer: PreTrainedTokenizerBase,
     ids: Sequence[int],
     *,
@@ -270,7 +270,17 @@ def _hide(
     subjects: Sequence[tuple[Fact, str]],
     rng: random.Random,
 ) -> NeedleContext:
-    """The context of the first `context_tokens` ids with one needle for each depth."""
+    """The context of the first `context_tokens` ids with one needle for each depth.
+
+    Args:
+        ids: of the text, at least `context_tokens + continuation_tokens`.
+        depths: 0 to 1, ascending.
+        subjects: a fact and what it is about, for each depth.
+        rng: draws the codes.
+
+    Raises:
+        ValueError: white space only, or a text too short for the needles.
+    """
     stop = context_tokens
     text = tokenizer.decode(ids[:stop])
     while text.endswith("\ufffd") and stop > 1:  # the cut fell inside a character

@@ -11,8 +11,8 @@ step, so that the same command gives the same model on one device and on many. T
 (with --lora the adapter, with --merge the model it was merged into) and its tokenizer, `perplexity.jsonl`,
 `log_history.json` (the loss of each step), `run.json`, and with tensorboard installed its files.
 
---resume goes on from the last checkpoint, with the same loss curve as if nothing had happened. With --patience it stops
-when the first evaluation text has not improved so many times, and the best checkpoint is what is kept.
+--resume goes on from the last checkpoint, with the same loss curve as if nothing had happened. With --patience it
+stops when the first evaluation text has not improved so many times, and the best checkpoint is what is kept.
 
 The folder examples/accelerate has configurations for DDP (ddp.yaml), FSDP2 (fsdp2.yaml) and DeepSpeed ZeRO-3
 (zero3.yaml); --num_processes is the number of devices. DDP also runs on CPUs, with --cpu.

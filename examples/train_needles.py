@@ -33,10 +33,10 @@ import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from huggingface_hub import ModelCardData
 from transformers import AutoTokenizer, set_seed
 
 from nearfar import ProxyFormerConfig, ProxyFormerForCausalLM, __version__
+from nearfar.evaluation.card_data import Metric, card_data
 from nearfar.evaluation.machine import machine_report
 from nearfar.evaluation.multi_needle import NeedleResults, evaluate_needles, least_length
 from nearfar.evaluation.needle_documents import (
@@ -46,15 +46,17 @@ from nearfar.evaluation.needle_documents import (
     load_background,
     split_background,
 )
+from nearfar.evaluation.text_pieces import read_text_pieces
 from nearfar.modeling.atomic_file import write_beside
-from nearfar.training.digit_tokenizer import read_text_pieces, train_digit_tokenizer
+from nearfar.training.digit_tokenizer import train_digit_tokenizer
 from nearfar.training.needle_curriculum import NEEDLE_PLANS, NeedlePlan, read_plan
 from nearfar.training.needle_training import NeedleTrainer, NeedleTraining, last_checkpoint
 
 HELD_OUT = 0.1
 # What must be equal for a run to be gone on with.
 SETTINGS = (
-    "hidden_size", "layers", "heads", "compression_ratio", "seconds", "seed", "bf16", "pure_bf16", "processes",
+    "hidden_size", "layers", "heads", "compression_ratio", "sharpen", "seconds", "seed", "bf16", "pure_bf16",
+    "processes",
 )  # fmt: skip
 
 
@@ -87,9 +89,7 @@ def prepare_data(options: argparse.Namespace) -> None:
     if options.tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     else:
-        pieces = read_text_pieces(
-            sources, options.tokenizer_characters, split=options.split, column=options.column or "text"
-        )
+        pieces = read_text_pieces(sources, options.tokenizer_characters, split=options.split, column=options.column)
         tokenizer = train_digit_tokenizer(pieces, options.vocabulary)
     NeedleTemplates(tokenizer)  # refuses a tokenizer that cannot write passkeys
     background = load_background(
@@ -115,6 +115,7 @@ def make_model(options: argparse.Namespace, tokenizer: Any, templates: NeedleTem
     """Random float32 weights; a generation block holds a question and its answer."""
     ratio = options.compression_ratio
     text = templates.max_query_tokens + templates.max_answer_tokens
+    longest = max([stage.length for stage in options.plan_object.stages if stage.history], default=0)
     config = ProxyFormerConfig(
         vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=options.hidden_size,
@@ -123,6 +124,8 @@ def make_model(options: argparse.Namespace, tokenizer: Any, templates: NeedleTem
         num_attention_heads=options.heads,
         compression_ratio=ratio,
         generation_block_size=-(-max(text, ratio) // ratio) * ratio,
+        # Changes nothing in training, which has no longer documents.
+        proxy_sharpen_from=max(2, -(-longest // ratio)) if options.sharpen else None,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -149,7 +152,11 @@ def write_json(path: Path, content: Any) -> None:
 def model_card(options: argparse.Namespace, model: ProxyFormerForCausalLM, run: dict[str, Any]) -> str:
     """README.md of the checkpoint."""
     config, result = model.config, run["result"]
-    data = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["proxyformer", "nearfar"])
+    metrics = [
+        Metric("accuracy", row["accuracy"], "multi-needle passkeys", f"passkeys found in {row['length']:,} tokens")
+        for row in result["accuracy"]
+    ]
+    data = card_data(options.output.name, ["proxyformer", "custom_code"], metrics)
     stages = "\n".join(
         f"- {entry['stage']}: {entry['steps']:,} steps, exact {entry['exact']:.3f}, left for: {entry['reason']}"
         for entry in result["left"]
@@ -326,6 +333,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--layers", type=int, default=10)
     add("--heads", type=int, help="default: of 64 numbers each")
     add("--compression-ratio", type=int, default=64, help="P, tokens a proxy")
+    add("--sharpen", action=argparse.BooleanOptionalAction, default=True,
+        help="scale queries by the logarithm of how many proxies they see, beyond the longest stage's")  # fmt: skip
 
     add = parser.add_argument_group("text").add_argument
     add("--text", nargs="+", metavar="PATH", help=".txt and .md, also .xz and .gz, or folders of them")

@@ -139,6 +139,8 @@ class DARCacheLayer(CacheLayerMixin):
     def _note(self, new: int, padded: bool) -> None:
         """Count `new` columns that have been stored."""
         self.columns = self.columns + new if not isinstance(self.columns, torch.Tensor) else self.columns.add_(new)
+        if self.is_static:
+            return  # it takes nothing back, and numbers that grow would have a compiler make its graph anew
         self.uncropped += new
         if padded:
             self.unpadded = 0

@@ -120,7 +120,8 @@ class IAMScorer(PromptScorer):
         proxy_model: see `PromptScorer`.
         prompt: the request to repeat; `RepeatPrompt.from_tokenizer(tokenizer)`.
         alignment: default: `HeadAlignment.by_depth`, for whichever target.
-        prefix_length: first tokens of every prompt that are not repeated (system prompt, chat header).
+        prefix_length: first tokens of every prompt that are not repeated and stay (system prompt, chat header); None
+            for `prompt.prefix`, in prompts that start with it.
         repeat_tokens: most tokens to repeat in one pass.
         proxy_tokenizer, target_tokenizer: see `PromptScorer`.
     """
@@ -133,7 +134,7 @@ class IAMScorer(PromptScorer):
         prompt: RepeatPrompt,
         alignment: HeadAlignment | None = None,
         *,
-        prefix_length: int = 0,
+        prefix_length: int | None = 0,
         repeat_tokens: int = 2000,
         proxy_tokenizer: "PreTrainedTokenizerBase | None" = None,
         target_tokenizer: "PreTrainedTokenizerBase | None" = None,
@@ -165,11 +166,16 @@ class IAMScorer(PromptScorer):
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         with pending.timed("proxy", self.device):
             for row in range(pending.rows):
+                context = input_ids[row][real[row]].tolist()
+                length = self.prefix_length
+                if length is None:
+                    own = self.prompt.prefix
+                    length = min(len(own), len(context) - 1) if tuple(context[: len(own)]) == own else 0
                 found = reconstruction_scores(
                     self.proxy_model,
-                    input_ids[row][real[row]],
+                    context,
                     self.prompt,
-                    prefix_length=self.prefix_length,
+                    prefix_length=length,
                     chunk_tokens=self.repeat_tokens,
                 )
                 mapped = alignment.apply({layer: scores.to(out) for layer, scores in found.scores.items()})

@@ -141,11 +141,10 @@ class ProxyCacheLayer(CacheLayerMixin):
 
     batch_repeat_interleave = batch_select_indices = reorder_cache
 
-    @property
     def nbytes(self) -> int:
         """Bytes of the layer's tensors, spare room included."""
         plain = (self.raw_keys, self.raw_values, self.hidden, self.before)
-        return sum(buffer.nbytes for buffer in self.buffers()) + sum(x.nbytes for x in plain if x is not None)
+        return sum(buffer.nbytes() for buffer in self.buffers()) + sum(x.nbytes for x in plain if x is not None)
 
 
 class _Counter:
@@ -250,7 +249,7 @@ class ProxyCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all tensors the cache holds, spare room included, features kept of compressed blocks not."""
         plain = (self.pending, self.context)
-        return sum(layer.nbytes for layer in self.layers) + sum(x.nbytes for x in plain if x is not None)
+        return sum(layer.nbytes() for layer in self.layers) + sum(x.nbytes for x in plain if x is not None)
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -12,7 +12,7 @@ token of the prompt, the newest highest. An answer, and a further turn, thus pus
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from .layer_state import CacheSnapshot
 from .pending_scores import LARGEST_SCORE, PendingScores
 from .pruned_cache import PrunedCache, TokenStates
 from .ragged_layer import RaggedLayer
+
+if TYPE_CHECKING:
+    from .proxy_scorer import PromptScorer
 
 
 @dataclass
@@ -40,6 +43,7 @@ class ProxyKVCache(PrunedCache):
     Args:
         model_or_config: the target; see `PrunedCache`.
         scores: of the prompt to come. A cache without them cannot read a prompt, but can hold a saved context.
+        scorer: what `score_prompt` asks for them; a cache that `PromptScorer.prefill` made needs none.
         chunked_prefill: the target reads its prompt in several passes (`prefill_chunk_size`), each of which is
             evicted as it comes. A prompt shorter than the proxy's is then noticed only when decoding starts, and not
             if a single token is missing.
@@ -47,7 +51,8 @@ class ProxyKVCache(PrunedCache):
             `recent_tokens` 1: as in the paper, the newest tokens of the prompt are scored like the others.
 
     Raises:
-        TypeError, ValueError: see `PrunedCache`; scores of another number of layers or heads.
+        TypeError, ValueError: see `PrunedCache`; scores of another number of layers or heads; a scorer for another
+            target.
     """
 
     default_allocation: Allocation = "global"
@@ -57,11 +62,12 @@ class ProxyKVCache(PrunedCache):
         model_or_config: nn.Module | PreTrainedConfig,
         *,
         scores: PendingScores | None = None,
+        scorer: "PromptScorer | None" = None,
         chunked_prefill: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(model_or_config, **options)
-        self.chunked_prefill = chunked_prefill
+        self.chunked_prefill, self.scorer = chunked_prefill, scorer
         # Which row of the scores belongs to each row of the cache; None while rows are the prompt's own.
         self._score_rows: torch.Tensor | None = None
         self._scores: PendingScores | None = None
@@ -69,6 +75,8 @@ class ProxyKVCache(PrunedCache):
         self._columns: torch.Tensor | None = None
         # Layers of the pass under way were left in full because the scores were late.
         self._held_back = False
+        if scorer is not None:
+            scorer.check_target(model_or_config)
         if scores is not None:
             self.expect(scores)
 
@@ -99,6 +107,24 @@ class ProxyKVCache(PrunedCache):
                 "has to read everything the target has seen and the new tokens too."
             )
         self._scores, self._score_rows = scores, None
+
+    def score_prompt(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+    ) -> "ProxyKVCache":
+        """Have the scorer read the prompt that the target is about to read; see `PromptScorer.start`.
+
+        Returns:
+            This cache.
+
+        Raises:
+            ValueError: the cache was made without a scorer.
+        """
+        if self.scorer is None:
+            raise ValueError(
+                f"This {type(self).__name__} has no scorer: make it with scorer=…, or by the scorer's prefill()."
+            )
+        self.scorer.start(self, input_ids, attention_mask, **options)
+        return self
 
     # -- scoring ----------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,10 @@ from torch import nn
 from transformers import Cache, DynamicCache
 
 from .cache_h2o import H2OCache
+from .cache_iam import IAMCache
 from .cache_kvzip import KVzipCache
 from .cache_proactive import ProactiveCache
+from .cache_proxykv import ProxyKVCache
 from .cache_random import RandomCache
 from .cache_snapkv import SnapKVCache
 from .cache_streaming_llm import StreamingLLMCache
@@ -34,6 +36,8 @@ class CacheEntry:
         description: one line on what it keeps.
         factory: called as `factory(model, budget=…, retention_ratio=…, **options)`; returns an empty cache.
         needs_prototypes: takes `prototypes=` (fitted `KeyPrototypes`, a folder or a Hub id).
+        needs_proxy: takes `scorer=`, a `PromptScorer`, that is a smaller model which reads each prompt too.
+        needs_mapper: that scorer has a trained mapper.
     """
 
     name: str
@@ -41,6 +45,8 @@ class CacheEntry:
     description: str
     factory: Callable[..., Cache]
     needs_prototypes: bool = False
+    needs_proxy: bool = False
+    needs_mapper: bool = False
 
 
 CACHES: dict[str, CacheEntry] = {}
@@ -53,6 +59,8 @@ def register_cache(
     label: str,
     description: str,
     needs_prototypes: bool = False,
+    needs_proxy: bool = False,
+    needs_mapper: bool = False,
     overwrite: bool = False,
 ) -> CacheEntry:
     """Make a cache known by name; see `CacheEntry` for the arguments.
@@ -67,7 +75,7 @@ def register_cache(
         raise ValueError(f"A cache's name must be an identifier such as streaming_llm, got {name!r}.")
     if name in CACHES and not overwrite:
         raise ValueError(f"A cache named {name!r} is registered already; pass overwrite=True to replace it.")
-    CACHES[name] = CacheEntry(name, label, description, factory, needs_prototypes)
+    CACHES[name] = CacheEntry(name, label, description, factory, needs_prototypes, needs_proxy, needs_mapper)
     return CACHES[name]
 
 
@@ -195,4 +203,19 @@ register_cache(
     KVzipCache,
     label="KVzip",
     description="Pairs that the model attends to while it repeats its context, which costs further passes over it.",
+)
+register_cache(
+    "iam",
+    IAMCache,
+    label="IAM",
+    description="Pairs that a smaller model, repeating the context itself, attends to, by a fixed matching of heads.",
+    needs_proxy=True,
+)
+register_cache(
+    "proxykv",
+    ProxyKVCache,
+    label="ProxyKV",
+    description="Pairs that a mapper predicts to be needed from the attention of a smaller model.",
+    needs_proxy=True,
+    needs_mapper=True,
 )

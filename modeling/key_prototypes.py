@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, ModelCardData, snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CONFIG_FILE, WEIGHTS_FILE = "prototypes_config.json", "prototypes.safetensors"
+CARD_FILE = "README.md"  # a repository that has a card keeps it
 # Tokens scored at once: bounds what scoring needs besides the states (float32 copies of a part of them) whatever the
 # prompt's length, and is large enough for a GPU.
 BLOCK_TOKENS, BLOCK_TOKENS_CUDA = 2048, 16384
@@ -319,10 +320,41 @@ class KeyPrototypes:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
+            if revision is not None:
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            if not api.file_exists(repo_id, CARD_FILE, revision=revision):
+                Path(folder, CARD_FILE).write_text(self._card(repo_id), encoding="utf-8")
             commit = api.upload_folder(
                 repo_id=repo_id, folder_path=folder, revision=revision, commit_message=commit_message
             )
         return str(commit.commit_url)
+
+    def _card(self, repo_id: str) -> str:
+        """README.md of a repository."""
+        config = self.config
+        on_hub = config.model_name.count("/") == 1 and not config.model_name.startswith((".", "~", os.sep))
+        data = ModelCardData(
+            library_name="nearfar",
+            tags=["nearfar", "kv-cache", "key-prototypes"],
+            base_model=config.model_name if on_hub else None,
+            base_model_relation="adapter" if on_hub else None,
+        )
+        name = config.model_name if on_hub else Path(config.model_name).name
+        return f"""---
+{data.to_yaml()}
+---
+
+# Key prototypes of {name}
+
+They predict which key-value pairs of this model ({config.model_type}, {len(config.layers)} layers scored) a prompt
+will need, so that a cache can be pruned while the prompt is read. Heads: {", ".join(config.heads)}.
+
+```python
+from nearfar import ProactiveCache
+
+cache = ProactiveCache(model, retention_ratio=0.3, prototypes="{repo_id}")
+```
+"""
 
 
 def _shape_of_fitted(config: PrototypesConfig) -> str:

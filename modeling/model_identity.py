@@ -1,5 +1,7 @@
 """Telling models apart: is this the model that something was fitted on?"""
 
+import os
+
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -53,3 +55,9 @@ def same_model(mine: list[list[float]], theirs: list[list[float]]) -> bool | Non
         return None
     a, b = torch.tensor(mine, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64)
     return a.shape == b.shape and bool((a - b).norm() <= SAME_MODEL_DISTANCE * a.norm())
+
+
+def model_name(model: nn.Module) -> str | None:
+    """What a model is called: its Hub id, or its folder without the place, which means nothing elsewhere."""
+    name = getattr(model, "name_or_path", "") or None
+    return os.path.basename(os.path.abspath(name)) if name and os.path.isdir(name) else name

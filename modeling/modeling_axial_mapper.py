@@ -3,6 +3,9 @@
 One layer pair at a time, in three stages: two convolutions along the tokens mix the proxy's heads; an encoder reads
 the tokens in context; then, token by token, each target head chooses among synthetic head tokens. Weights are shared
 by all layer pairs. Shapes: features `(rows, H_s, tokens)`, logits `(rows, H_l, tokens)`.
+
+With `proxy_layers="all"` a row is a context instead of a layer pair: features `(rows, L_s * H_s, tokens)`, logits
+`(rows, L_l, H_l, tokens)`.
 """
 
 import itertools
@@ -16,7 +19,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_axial_mapper import HybridAxialMapperConfig
-from .model_identity import embedding_fingerprint, same_model
+from .model_identity import embedding_fingerprint, model_name, same_model
 from .prunable_models import text_config
 
 # Added to a column sum before its logarithm; most tokens of a text receive 0.01 to 1 in a head.
@@ -45,6 +48,7 @@ class HybridAxialMapper(PreTrainedModel):
 
     def __init__(self, config: HybridAxialMapperConfig) -> None:
         super().__init__(config)
+        self.model_tags = ["nearfar", "proxykv"]  # of the card that an upload gets
         config.check()
         self.stem = ConvolutionStem(config)
         self.layers = nn.ModuleList(MapperEncoderLayer(config) for _ in range(config.num_hidden_layers))
@@ -66,7 +70,7 @@ class HybridAxialMapper(PreTrainedModel):
         identity: dict[str, Any] = {}
         for role, model in (("proxy", proxy), ("target", target)):
             identity[f"{role}_fingerprint"] = embedding_fingerprint(model)
-            identity[f"{role}_name"] = getattr(model, "name_or_path", "") or None
+            identity[f"{role}_name"] = model_name(model)
         return cls(HybridAxialMapperConfig.for_models(text_config(proxy), text_config(target), **identity | kwargs))
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -95,22 +99,25 @@ class HybridAxialMapper(PreTrainedModel):
         """Logits of one window of tokens for each row, a row being one layer pair of one context.
 
         Args:
-            features: `(rows, H_s, tokens)`, attention summed over queries at the row's proxy layer.
+            features: `(rows, H_s, tokens)`, attention summed over queries at the row's proxy layer; with
+                `proxy_layers="all"` `(rows, L_s * H_s, tokens)`, layer by layer.
             mask: `(rows, tokens)`, False at padding, which is not read; None for none. Every row has a token.
             layers: `(rows,)`, int64, the place of each row's target layer among those scored. Needed with
-                `config.layer_queries`, otherwise not looked at.
+                `config.layer_queries` and paired layers, otherwise not looked at.
 
         Returns:
-            `(rows, H_l, tokens)`, the importance of each pair as a logit, in the mapper's dtype; of no meaning at
-            padding.
+            `(rows, H_l, tokens)`, or `(rows, L_l, H_l, tokens)` with `proxy_layers="all"`: the importance of each
+            pair as a logit, in the mapper's dtype; of no meaning at padding.
 
         Raises:
             ValueError: other shapes, or `layers` missing.
         """
-        self._check_features(features, 3)
+        self._check_features(features, self.config.input_channels, 3)
         rows, _, tokens = features.shape
         if mask is not None and mask.shape != (rows, tokens):
             raise ValueError(f"mask must be of shape {(rows, tokens)} for these features, got {tuple(mask.shape)}.")
+        if self.config.proxy_layers == "all":
+            return self.heads.all_banks(self._encode(features, mask))
         if self.config.layer_queries and (layers is None or layers.shape != (rows,)):
             raise ValueError(
                 f"A mapper with layer_queries needs layers of shape {(rows,)}, each row's target layer; got "
@@ -134,8 +141,8 @@ class HybridAxialMapper(PreTrainedModel):
             hidden = layer(hidden, attended)
         return self.norm(hidden)
 
-    def _check_features(self, features: torch.Tensor, ndim: int) -> None:
-        heads = self.config.proxy_num_heads
+    @staticmethod
+    def _check_features(features: torch.Tensor, heads: int, ndim: int) -> None:
         if features.ndim != ndim or features.shape[-2] != heads or not features.is_floating_point():
             raise ValueError(
                 f"features must be floating point with {ndim} dimensions and {heads} proxy heads in the last but one, "
@@ -167,8 +174,8 @@ class HybridAxialMapper(PreTrainedModel):
         Raises:
             ValueError: other shapes; a mapper in training mode; `batch_windows` below 1.
         """
-        self._check_features(features, 3)
         config = self.config
+        self._check_features(features, config.proxy_num_heads, 3)
         if features.shape[0] != config.proxy_num_layers:
             raise ValueError(
                 f"features must be of all {config.proxy_num_layers} proxy layers, got {features.shape[0]}."
@@ -190,6 +197,13 @@ class HybridAxialMapper(PreTrainedModel):
             served.setdefault(layer, []).append(place)
         jobs = [(layer, start) for layer in served for start in starts]
         out = torch.zeros(len(pairs), config.target_num_heads, tokens, dtype=dtype, device=features.device)
+        if config.proxy_layers == "all":
+            channels, jobs = features.flatten(0, 1), []
+            for first in range(0, len(starts), batch_windows):
+                batch_starts = starts[first : first + batch_windows]
+                crops = torch.stack([channels[:, start : start + length] for start in batch_starts])
+                for row, start in zip(self.forward(crops), batch_starts, strict=True):
+                    out[:, :, start : start + length] += row
         for first in range(0, len(jobs), batch_windows):
             batch = jobs[first : first + batch_windows]
             crops = torch.stack([features[layer, :, start : start + length] for layer, start in batch])
@@ -207,7 +221,7 @@ class HybridAxialMapper(PreTrainedModel):
         for start in starts:
             counts[start : start + length] += 1
         out /= counts
-        if not config.layer_queries:
+        if not config.layer_queries and config.proxy_layers == "paired":
             first_places = torch.tensor([served[layer][0] for layer in pairs], device=features.device)
             out = out[first_places]
         return out if return_logits else out.sigmoid()
@@ -273,7 +287,7 @@ class ConvolutionStem(nn.Module):
 
     def __init__(self, config: HybridAxialMapperConfig) -> None:
         super().__init__()
-        widths = (config.proxy_num_heads, config.hidden_size, config.hidden_size)
+        widths = (config.input_channels, config.hidden_size, config.hidden_size)
         self.convolutions = nn.ModuleList(
             nn.Conv1d(inner, outer, kernel_size=3, padding=1) for inner, outer in itertools.pairwise(widths)
         )
@@ -368,20 +382,8 @@ class HeadAttention(nn.Module):
     def forward(self, hidden: torch.Tensor, layers: torch.Tensor | None) -> torch.Tensor:
         """`(rows, tokens, D_time)` to logits `(rows, H_l, tokens)`; `layers` chooses each row's bank of queries."""
         rows, tokens, _ = hidden.shape
-        queries = self.queries / self.head_dim**0.5
-        banks, heads, _ = queries.shape
-        flat = queries.reshape(banks * heads, -1)
-        key_weight = self.key.weight.view(self.slots, self.head_dim, -1)
-        value_weight = self.value.weight.view(self.slots, self.head_dim, -1)
-        reader = self.out.weight[0]
-
-        values = F.linear(
-            hidden,
-            torch.einsum("d,sdw->sw", reader, value_weight),
-            self.value.bias.view(self.slots, self.head_dim) @ reader,
-        )
-        weights = torch.einsum("hd,sdw->hsw", flat, key_weight).view(banks, heads * self.slots, -1)
-        biases = (flat @ self.key.bias.view(self.slots, self.head_dim).mT).view(banks, 1, heads * self.slots)
+        values, weights, biases = self._read(hidden)
+        banks, heads = self.queries.shape[:2]
         if banks == 1:
             products = F.linear(hidden, weights[0], biases[0, 0])
         else:
@@ -389,3 +391,31 @@ class HeadAttention(nn.Module):
             products = torch.baddbmm(biases[layers], hidden, weights[layers].mT)
         shares = products.view(rows, tokens, heads, self.slots).softmax(-1)
         return (shares @ values[..., None]).squeeze(-1).mT + self.out.bias
+
+    def all_banks(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`(rows, tokens, D_time)` to the logits of every bank, `(rows, banks, H_l, tokens)`."""
+        rows, tokens, _ = hidden.shape
+        values, weights, biases = self._read(hidden)
+        banks, heads = self.queries.shape[:2]
+        products = F.linear(hidden, weights.flatten(0, 1), biases.flatten())
+        shares = products.view(rows, tokens, banks * heads, self.slots).softmax(-1)
+        logits = (shares @ values[..., None]).squeeze(-1).mT + self.out.bias
+        return logits.reshape(rows, banks, heads, tokens)
+
+    def _read(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Projected values `(rows, tokens, slots)`; what makes products of queries and keys, by bank: weights
+        `(banks, H_l * slots, D_time)` and biases `(banks, 1, H_l * slots)`."""
+        queries = self.queries / self.head_dim**0.5
+        banks, heads, _ = queries.shape
+        flat = queries.reshape(banks * heads, -1)
+        key_weight = self.key.weight.view(self.slots, self.head_dim, -1)
+        value_weight = self.value.weight.view(self.slots, self.head_dim, -1)
+        reader = self.out.weight[0]
+        values = F.linear(
+            hidden,
+            torch.einsum("d,sdw->sw", reader, value_weight),
+            self.value.bias.view(self.slots, self.head_dim) @ reader,
+        )
+        weights = torch.einsum("hd,sdw->hsw", flat, key_weight).view(banks, heads * self.slots, -1)
+        biases = (flat @ self.key.bias.view(self.slots, self.head_dim).mT).view(banks, 1, heads * self.slots)
+        return values, weights, biases

@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_dar import DARConfig
 from .cache_dar import DARCache, DARCacheLayer
+from .checkpointed_cache import cache_for_pass
 from .compat import CACHE_FIELD, mask_arguments
 from .dar_attention import FarPairs, dar_attention, projected_dar_attention, projects_itself
 from .dar_cached_attention import FarAngles, cached_dar_attention, dense_cached_attention
@@ -33,6 +34,7 @@ from .dar_flex_attention import flex_dar_attention, flex_serves, prefers_flex
 from .dar_plan import AttentionPlan, plan_attention
 from .dar_reference import dense_dar_attention
 from .dar_rotary_kernel import rotary_kernel_available, turned_queries_and_keys
+from .next_token_loss import NextTokenLoss
 from .rotary_halves import rotate_halves
 
 
@@ -194,6 +196,10 @@ class DARPreTrainedModel(GPTNeoXPreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs: ClassVar[dict[str, Any]] = {"hidden_states": DARLayer, "attentions": DARAttention}
 
+    def __init__(self, config: DARConfig, *inputs: Any, **kwargs: Any) -> None:
+        super().__init__(config, *inputs, **kwargs)
+        self.model_tags = ["nearfar", "dar"]  # of the card that an upload gets; a list of its own, as it is added to
+
 
 class DARModel(DARPreTrainedModel):
     """A DAR decoder without head: token ids to hidden states.
@@ -248,8 +254,8 @@ class DARModel(DARPreTrainedModel):
                 pass through a cache.
 
         Raises:
-            ValueError: not exactly one of `input_ids` and `inputs_embeds`, a mask of another shape, or a cache of a
-                model with another window.
+            ValueError: not exactly one of `input_ids` and `inputs_embeds`, a mask of another shape, a cache of a
+                model with another window, or one with tokens where layers are checkpointed.
             TypeError: a cache that cannot hold bottlenecks.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -257,7 +263,7 @@ class DARModel(DARPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_in(input_ids)
         batch, tokens = inputs_embeds.shape[:2]
-        cache = past_key_values if cache is None else cache
+        cache = cache_for_pass(self, past_key_values if cache is None else cache)
         seen = 0 if cache is None else cache.get_seq_length()
         plan = AttentionPlan()
         if self.config.has_bottleneck:
@@ -331,7 +337,7 @@ class DARModel(DARPreTrainedModel):
         return FarAngles(*self.rotary_emb(inputs_embeds, position_ids=positions))
 
 
-class DARForCausalLM(DARPreTrainedModel, GenerationMixin):
+class DARForCausalLM(DARPreTrainedModel, NextTokenLoss, GenerationMixin):
     """A DAR decoder with a language-modelling head.
 
     Args:
@@ -372,6 +378,8 @@ class DARForCausalLM(DARPreTrainedModel, GenerationMixin):
 
         Args:
             labels: `(batch, tokens)`; the loss is that of predicting each from what comes before, -100 is left out.
+                In training mode with `config.logits_in_training=False` only labelled positions have logits, a chunk
+                at a time, and none are returned.
             logits_to_keep: logits of the last so many tokens only, or of these columns; 0 for all.
         """
         outputs = self.gpt_neox(
@@ -385,10 +393,14 @@ class DARForCausalLM(DARPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, kept])
-        loss = None
-        if labels is not None:
+        loss = logits = None
+        if labels is not None and self.training and not self.config.logits_in_training:
+            targets = self._targets(labels, kwargs.get("shift_labels"))
+            loss = self._loss(hidden_states, None, targets, None, kwargs.get("num_items_in_batch"))
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden_states[:, kept])
+        if labels is not None and logits is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,

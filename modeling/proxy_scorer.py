@@ -17,6 +17,7 @@
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -26,7 +27,7 @@ from transformers import PreTrainedConfig
 from .attention_features import CHUNK_TOKENS, proxy_features
 from .cache_proxykv import ProxyKVCache
 from .model_identity import scored_layers
-from .pending_scores import PendingScores
+from .pending_scores import LARGEST_SCORE, PendingScores
 from .prunable_models import text_config
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 Mode = Literal["parallel", "sequential"]
 RETENTION_RATIO = 0.3
+# The score of a prompt's prefix, far above what mappers give.
+PREFIX_SCORE = LARGEST_SCORE / 2
 # A model reads one prompt at a time: attention is routed through its configuration object.
 _TURNS: weakref.WeakKeyDictionary[nn.Module, threading.Lock] = weakref.WeakKeyDictionary()
 
@@ -45,6 +48,8 @@ class PromptScorer(ABC):
         proxy_model: reads the prompts; in evaluation mode, with a cache that `PrunedCache` supports.
         proxy_tokenizer, target_tokenizer: compared if given, both or none. Without them token ids are only checked
             against the size of the proxy's vocabulary.
+        prefix_ids: what stands before the text in prompts that start with it (chat header, system prompt); it is kept,
+            as KVzip keeps it. `RepeatPrompt.from_tokenizer(tokenizer).prefix` is a chat template's.
 
     Raises:
         TypeError, ValueError: not such a model; one tokenizer without the other, or two that differ.
@@ -57,6 +62,8 @@ class PromptScorer(ABC):
         proxy_model: "PreTrainedModel",
         proxy_tokenizer: "PreTrainedTokenizerBase | None" = None,
         target_tokenizer: "PreTrainedTokenizerBase | None" = None,
+        *,
+        prefix_ids: Sequence[int] = (),
     ) -> None:
         if not isinstance(proxy_model, nn.Module):
             raise TypeError(f"proxy_model must be a transformers model, got {type(proxy_model).__name__}.")
@@ -68,7 +75,11 @@ class PromptScorer(ABC):
         if proxy_tokenizer is not None and target_tokenizer is not None:
             check_same_vocabulary(proxy_tokenizer, target_tokenizer)
         self.proxy_model: Any = proxy_model
+        self.prefix_ids = tuple(prefix_ids)
         self._stream: torch.cuda.Stream | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({getattr(self.proxy_model, 'name_or_path', '') or 'a proxy'})"
 
     @property
     def device(self) -> torch.device:
@@ -144,6 +155,34 @@ class PromptScorer(ABC):
         cache.expect(self._start(cache, input_ids, attention_mask, chunk_tokens, in_parallel))
         return cache
 
+    def start(
+        self,
+        cache: ProxyKVCache,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        mode: Mode = "sequential",
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> PendingScores:
+        """Start scoring a prompt for an empty cache of the target.
+
+        Args:
+            cache: made for the target, for instance by `make_cache`.
+            input_ids, attention_mask, mode, chunk_tokens: see `prefill`.
+
+        Returns:
+            The scores, which the cache expects. Other empty caches of the same target may expect them too.
+
+        Raises:
+            ValueError: the cache is not empty; otherwise as `prefill`.
+        """
+        if cache.get_seq_length() > 0:
+            raise ValueError("The cache has read a prompt already: call reset() first, or use extend().")
+        self.check_target(cache.config)
+        pending = self._start(cache, input_ids, attention_mask, chunk_tokens, self._in_parallel(mode, cache.config))
+        cache.expect(pending)
+        return pending
+
     def extend(
         self,
         cache: ProxyKVCache,
@@ -217,12 +256,25 @@ class PromptScorer(ABC):
 
         def work() -> torch.Tensor:
             with turn:
-                return self.scores(input_ids, attention_mask, config, chunk_tokens, pending)
+                scores = self.scores(input_ids, attention_mask, config, chunk_tokens, pending)
+            self._keep_prefix(scores, input_ids, attention_mask)
+            return scores
 
         if in_parallel and self.device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         pending.compute(work, self.device, in_parallel=in_parallel, stream=self._stream)
         return pending
+
+    def _keep_prefix(self, scores: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+        """Raise the scores of the prefix, in rows that start with it."""
+        length = len(self.prefix_ids)
+        if not length:
+            return
+        real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        for row in range(input_ids.shape[0]):
+            places = real[row].nonzero()[:length, 0]
+            if tuple(input_ids[row].to(places.device)[places].tolist()) == self.prefix_ids:
+                scores[:, row, :, places.to(scores.device)] = PREFIX_SCORE
 
 
 class ProxyScorer(PromptScorer):
@@ -234,7 +286,7 @@ class ProxyScorer(PromptScorer):
             `predict(features)`, from `(L_s, H_s, N)` to `(L_l, H_l, N)`, higher for pairs to keep: column sums of the
             proxy's attention to scores of the target's key-value heads. L_l are the target's layers that are pruned,
             or all.
-        proxy_tokenizer, target_tokenizer: see `PromptScorer`.
+        proxy_tokenizer, target_tokenizer, prefix_ids: see `PromptScorer`.
         allow_other_models: accept models that the mapper was not trained for, of the same shape.
 
     Raises:
@@ -251,9 +303,10 @@ class ProxyScorer(PromptScorer):
         proxy_tokenizer: "PreTrainedTokenizerBase | None" = None,
         target_tokenizer: "PreTrainedTokenizerBase | None" = None,
         *,
+        prefix_ids: Sequence[int] = (),
         allow_other_models: bool = False,
     ) -> None:
-        super().__init__(proxy_model, proxy_tokenizer, target_tokenizer)
+        super().__init__(proxy_model, proxy_tokenizer, target_tokenizer, prefix_ids=prefix_ids)
         for name in ("predict", "check_compatible"):
             if not callable(getattr(mapper, name, None)):
                 raise TypeError(f"mapper must have {name}, as HybridAxialMapper has; got {type(mapper).__name__}.")

@@ -32,6 +32,7 @@ _PUBLIC_NAMES: dict[str, str] = {
     "DARForCausalLM": "modeling.modeling_dar",
     "DARForSequenceClassification": "modeling.modeling_dar",
     "DARModel": "modeling.modeling_dar",
+    "FlowMatchingPipeline": "modeling.pipeline_flow_matching",
     "H2OCache": "modeling.cache_h2o",
     "HybridAxialMapper": "modeling.modeling_axial_mapper",
     "HybridAxialMapperConfig": "configuration.configuration_axial_mapper",
@@ -41,8 +42,12 @@ _PUBLIC_NAMES: dict[str, str] = {
     "Mano": "training.mano",
     "ProactiveCache": "modeling.cache_proactive",
     "ProxyCache": "modeling.cache_proxy",
+    "ProxyFormerAutoencoder": "modeling.modeling_proxyformer_autoencoder",
+    "ProxyFormerAutoencoderConfig": "configuration.configuration_proxyformer_autoencoder",
     "ProxyFormerConfig": "configuration.configuration_proxyformer",
     "ProxyFormerForCausalLM": "modeling.modeling_proxyformer",
+    "ProxyFormerImageConfig": "configuration.configuration_proxyformer_image",
+    "ProxyFormerImageModel": "modeling.modeling_proxyformer_image",
     "ProxyFormerModel": "modeling.modeling_proxyformer",
     "ProxyKVCache": "modeling.cache_proxykv",
     "ProxyScorer": "modeling.proxy_scorer",
@@ -56,6 +61,8 @@ if TYPE_CHECKING:
     from .configuration.configuration_axial_mapper import HybridAxialMapperConfig
     from .configuration.configuration_dar import DARConfig
     from .configuration.configuration_proxyformer import ProxyFormerConfig
+    from .configuration.configuration_proxyformer_autoencoder import ProxyFormerAutoencoderConfig
+    from .configuration.configuration_proxyformer_image import ProxyFormerImageConfig
     from .modeling.cache_dar import DARCache
     from .modeling.cache_h2o import H2OCache
     from .modeling.cache_iam import IAMCache
@@ -70,6 +77,9 @@ if TYPE_CHECKING:
     from .modeling.modeling_axial_mapper import HybridAxialMapper
     from .modeling.modeling_dar import DARForCausalLM, DARForSequenceClassification, DARModel
     from .modeling.modeling_proxyformer import ProxyFormerForCausalLM, ProxyFormerModel
+    from .modeling.modeling_proxyformer_autoencoder import ProxyFormerAutoencoder
+    from .modeling.modeling_proxyformer_image import ProxyFormerImageModel
+    from .modeling.pipeline_flow_matching import FlowMatchingPipeline
     from .modeling.proxy_scorer import ProxyScorer
     from .modeling.pruned_cache import PrunedCache
     from .training.mano import Mano
@@ -80,6 +90,7 @@ __all__ = [
     "DARForCausalLM",
     "DARForSequenceClassification",
     "DARModel",
+    "FlowMatchingPipeline",
     "H2OCache",
     "HybridAxialMapper",
     "HybridAxialMapperConfig",
@@ -89,8 +100,12 @@ __all__ = [
     "Mano",
     "ProactiveCache",
     "ProxyCache",
+    "ProxyFormerAutoencoder",
+    "ProxyFormerAutoencoderConfig",
     "ProxyFormerConfig",
     "ProxyFormerForCausalLM",
+    "ProxyFormerImageConfig",
+    "ProxyFormerImageModel",
     "ProxyFormerModel",
     "ProxyKVCache",
     "ProxyScorer",

@@ -13,9 +13,13 @@ def register() -> None:
     from .configuration.configuration_axial_mapper import HybridAxialMapperConfig
     from .configuration.configuration_dar import DARConfig
     from .configuration.configuration_proxyformer import ProxyFormerConfig
+    from .configuration.configuration_proxyformer_autoencoder import ProxyFormerAutoencoderConfig
+    from .configuration.configuration_proxyformer_image import ProxyFormerImageConfig
     from .modeling.modeling_axial_mapper import HybridAxialMapper
     from .modeling.modeling_dar import DARForCausalLM, DARForSequenceClassification, DARModel
     from .modeling.modeling_proxyformer import ProxyFormerForCausalLM, ProxyFormerModel
+    from .modeling.modeling_proxyformer_autoencoder import ProxyFormerAutoencoder
+    from .modeling.modeling_proxyformer_image import ProxyFormerImageModel
 
     AutoConfig.register("dar", DARConfig)
     AutoModel.register(DARConfig, DARModel)
@@ -24,6 +28,10 @@ def register() -> None:
     AutoConfig.register("proxyformer", ProxyFormerConfig)
     AutoModel.register(ProxyFormerConfig, ProxyFormerModel)
     AutoModelForCausalLM.register(ProxyFormerConfig, ProxyFormerForCausalLM)
+    AutoConfig.register("proxyformer_image", ProxyFormerImageConfig)
+    AutoModel.register(ProxyFormerImageConfig, ProxyFormerImageModel)
+    AutoConfig.register("proxyformer_autoencoder", ProxyFormerAutoencoderConfig)
+    AutoModel.register(ProxyFormerAutoencoderConfig, ProxyFormerAutoencoder)
     AutoConfig.register("hybrid_axial_mapper", HybridAxialMapperConfig)
     AutoModel.register(HybridAxialMapperConfig, HybridAxialMapper)
     _registered = True

@@ -1,4 +1,4 @@
-"""The `nearfar` command: `demo`, `generate`, `fit-prototypes`, from `cli_convert` `convert`, from `cli_eval` `eval`.
+"""The `nearfar` command: `demo`, `generate`, `fit-prototypes`; `cli_convert`, `cli_eval`, … add the others.
 
 Importing this module imports neither torch nor transformers, so that `nearfar --help` answers at once; each command
 imports what it needs after its arguments have been checked.
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = "smollm2-135m-instruct"
 DEFAULT_BUDGET = 512
+DEMO_CACHES = ("full", "streaming_llm", "snapkv", "h2o", "kvzip", "proactive")  # and proxykv, where it can be had
+# A proxy of the packaged model and its mapper, in a checkout.
+KEPT_PROXY, KEPT_MAPPER = "checkpoints/smollm2-proxy", "checkpoints/smollm2-mapper"
 # The demo's text is the first of these; the others, then all that remain, follow if one is not long enough. The
 # prototypes that come with the package were fitted on other essays.
 DEMO_ESSAYS = ("worked.txt", "popular.txt", "philosophy.txt", "startuplessons.txt")
@@ -37,10 +40,14 @@ examples:
   nearfar demo
       A real chat model reads a long essay with a full cache and with pruned ones.
   nearfar demo --text book.txt --context-tokens 6000 --budget 1024 --caches full,streaming_llm,proactive,random
-      The same on your text, at another budget, with one more cache.
+      The same on your text, at another budget, with other caches.
   nearfar generate --model HuggingFaceTB/SmolLM2-135M-Instruct --cache proactive --budget 512 --chat \\
       --prompt-file question_about_a_long_text.txt
       Generate from a long prompt while holding 512 tokens' worth of keys and values.
+  nearfar generate --model my/model --cache proxykv --proxy sibling --mapper mapper/model --prompt-file long.txt
+      ProxyKV: a small model reads the prompt too, and its attention tells what the large one may forget.
+  nearfar convert proxy --from my/model --to sibling --layers 4 --text books/
+      Make such a small model; `nearfar train-mapper` then trains the mapper.
   nearfar fit-prototypes --model my/model --texts essays/ --out prototypes/
       Fit what the proactive cache needs for another model.
   nearfar convert dar --from EleutherAI/pythia-70m --to pythia-70m-dar --calibration-text books/ --distill-steps 300
@@ -123,6 +130,9 @@ def _build_parser() -> argparse.ArgumentParser:
     from nearfar import __version__
     from nearfar.cli_convert import add_convert  # here, because it imports this module
     from nearfar.cli_eval import add_eval
+    from nearfar.cli_images import add_images
+    from nearfar.cli_lm_eval import add_lm_eval
+    from nearfar.cli_report import add_report
     from nearfar.cli_train import add_train
 
     parser = _Parser(
@@ -138,7 +148,10 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_fit_prototypes(commands)
     add_convert(commands)
     add_eval(commands)
+    add_lm_eval(commands)
+    add_report(commands)
     add_train(commands)
+    add_images(commands)
     return parser
 
 
@@ -184,6 +197,16 @@ def _add_budget_arguments(parser: argparse.ArgumentParser) -> None:
         help="fitted prototypes for the caches that need them (default: those that come with nearfar for this model)",
     )  # fmt: skip
     group.add_argument(
+        "--proxy", default=None, metavar="DIR_OR_ID",
+        help="the small model that the iam and proxykv caches read the prompt with (for the packaged model: "
+        f"{KEPT_PROXY}, where it is there)",
+    )  # fmt: skip
+    group.add_argument(
+        "--mapper", default=None, metavar="DIR_OR_ID",
+        help="the mapper of the proxykv cache, trained for both models (for the packaged model: "
+        f"{KEPT_MAPPER}, where it is there)",
+    )  # fmt: skip
+    group.add_argument(
         "--cache-option", action="append", default=[], type=_cache_option, metavar="[CACHE.]KEY=VALUE",
         help="a further argument of a cache, for example proactive.head=mlp or sink_tokens=8; repeatable",
     )  # fmt: skip
@@ -207,9 +230,10 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument("--text", default=None, metavar="FILE", help="the text, UTF-8 (default: packaged essays)")
     parser.add_argument(
         "--caches",
-        default="full,streaming_llm,proactive",
+        default=None,
         type=_names,
-        help="comma-separated names; an unknown name lists the known ones",
+        help="comma-separated names; an unknown name lists the known ones (default: "
+        f"{','.join(DEMO_CACHES)}, and proxykv with --proxy and --mapper)",
     )
     parser.add_argument(
         "--context-tokens", type=_positive_int, default=3072, metavar="N", help="tokens of text that are compressed"
@@ -378,6 +402,16 @@ def _cache_options(args: argparse.Namespace, names: Sequence[str]) -> dict[str, 
     from nearfar.modeling.pruned_cache import SINK_TOKENS, PrunedCache
 
     options: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for flag, needed in (("proxy", "needs_proxy"), ("mapper", "needs_mapper")):
+        if getattr(args, flag) is not None and not any(getattr(CACHES[name], needed) for name in names):
+            raise UserError(f"--{flag} was given, but none of {', '.join(names)} uses a {flag}")
+    for name in names:
+        for flag, needed in (("proxy", "needs_proxy"), ("mapper", "needs_mapper")):
+            if getattr(CACHES[name], needed) and proxy_sources(args)[flag] is None:
+                raise UserError(
+                    f"the {name} cache needs --{flag}: {_HOW_TO_MAKE[flag]} (with the packaged model it is looked for "
+                    f"in {KEPT_PROXY if flag == 'proxy' else KEPT_MAPPER})"
+                )
     wanting = [name for name in names if CACHES[name].needs_prototypes]
     if args.prototypes is not None:
         if not wanting:
@@ -400,6 +434,65 @@ def _cache_options(args: argparse.Namespace, names: Sequence[str]) -> dict[str, 
         except TypeError as error:
             raise UserError(f"--cache-option: {error}") from None
     return options
+
+
+_HOW_TO_MAKE = {
+    "proxy": "a small model with the same tokenizer; `nearfar convert proxy` makes one",
+    "mapper": "`nearfar train-mapper` trains one for a proxy and a target",
+}
+
+
+def proxy_sources(args: argparse.Namespace) -> dict[str, str | None]:
+    """Where the proxy and the mapper are: as given, or for the packaged model those that are kept with the source."""
+    found: dict[str, str | None] = {"proxy": args.proxy, "mapper": args.mapper}
+    if args.model in (None, DEMO_MODEL):
+        checkout = Path(__file__).resolve().parent.parent
+        kept = {"proxy": checkout / KEPT_PROXY, "mapper": checkout / KEPT_MAPPER}
+        if args.proxy is None:
+            for name, folder in kept.items():  # a mapper goes with its proxy
+                if found[name] is None and all((path / "config.json").is_file() for path in kept.values()):
+                    found[name] = str(folder)
+    return found
+
+
+def add_scorers(
+    options: dict[str, dict[str, Any]],
+    args: argparse.Namespace,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Load the proxy and the mapper for the caches that need them, as their option `scorer`.
+
+    Raises:
+        UserError: they cannot be loaded, or do not go together.
+    """
+    from nearfar.modeling.cache_iam import IAMScorer
+    from nearfar.modeling.cache_registry import CACHES
+    from nearfar.modeling.kvzip_scores import RepeatPrompt
+    from nearfar.modeling.modeling_axial_mapper import HybridAxialMapper
+    from nearfar.modeling.proxy_scorer import ProxyScorer
+
+    wanting = [name for name in options if CACHES[name].needs_proxy and "scorer" not in options[name]]
+    if not wanting:
+        return
+    sources = proxy_sources(args)
+    assert sources["proxy"] is not None
+    source = model_source(sources["proxy"])
+    tokenizers = (load_tokenizer(source), tokenizer)
+    proxy = load_model(source, device, dtype)
+    prompt = RepeatPrompt.from_tokenizer(tokenizer)
+    for name in wanting:
+        if not CACHES[name].needs_mapper:
+            options[name]["scorer"] = IAMScorer(
+                proxy, prompt, prefix_length=None, proxy_tokenizer=tokenizers[0], target_tokenizer=tokenizers[1]
+            )
+            continue
+        assert sources["mapper"] is not None
+        with _loading(sources["mapper"]):
+            # In float32 also on a GPU: scores that differ by little would be equal in half precision.
+            mapper = HybridAxialMapper.from_pretrained(sources["mapper"], dtype="float32").to(device).eval()
+        options[name]["scorer"] = ProxyScorer(proxy, mapper, *tokenizers, prefix_ids=prompt.prefix)
 
 
 def find_device(args: argparse.Namespace) -> torch.device:
@@ -511,6 +604,8 @@ def _demo(args: argparse.Namespace) -> int:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
     text, origin = ("", "") if args.text is None else (load_texts([args.text])[0].text, Path(args.text).name)
+    if args.caches is None:
+        args.caches = [*DEMO_CACHES, *(["proxykv"] if all(proxy_sources(args).values()) else [])]
     _check_cache_names(args.caches)
     options = _cache_options(args, args.caches)
     device = find_device(args)
@@ -539,6 +634,7 @@ def _demo(args: argparse.Namespace) -> int:
     name = args.model or DEMO_MODEL
     _say(f"loading {name} ({str(dtype).removeprefix('torch.')}, {device}, {_threads()} thread(s))")
     model = load_model(source, device, dtype)
+    add_scorers(options, args, tokenizer, device, dtype)
     results = comparison.compare_caches(
         model,
         tokenizer,
@@ -621,6 +717,7 @@ def _generate(args: argparse.Namespace) -> int:
     from transformers import TextStreamer, set_seed
 
     from nearfar.modeling.cache_kvzip import KVzipCache
+    from nearfar.modeling.cache_proxykv import ProxyKVCache
     from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, cache_nbytes, make_cache
     from nearfar.modeling.compat import cache_argument
 
@@ -641,6 +738,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     set_threads(args, device)
     model = load_model(source, device, dtype)
+    add_scorers({args.cache: options}, args, tokenizer, device, dtype)
     try:
         cache = make_cache(args.cache, model, budget=args.budget, retention_ratio=args.retention_ratio, **options)
     except TypeError as error:  # an option of the wrong type
@@ -654,6 +752,8 @@ def _generate(args: argparse.Namespace) -> int:
         if length < 2:
             raise UserError("--cache kvzip reads the prompt but for its last token first: give a longer one")
         cache.compress_context(model, inputs["input_ids"][:, :-1], tokenizer)  # generate reads the last token
+    if isinstance(cache, ProxyKVCache):
+        cache.score_prompt(inputs["input_ids"].to(device))
     with torch.no_grad():
         output = model.generate(
             input_ids=inputs["input_ids"].to(device),

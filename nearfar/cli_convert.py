@@ -11,10 +11,13 @@ from nearfar import cli
 def add_convert(commands: Any) -> None:
     """Add `convert` and what it converts to."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "convert", help="convert a checkpoint: GPT-NeoX (Pythia) to DAR", description="Convert a checkpoint."
+        "convert",
+        help="convert a checkpoint: GPT-NeoX (Pythia) to DAR, a model to a small sibling",
+        description="Convert a checkpoint.",
     )
     targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
     _add_dar(targets)
+    _add_proxy(targets)
     _add_gpt_neox(targets)
 
 
@@ -83,6 +86,10 @@ def _add_dar(targets: Any) -> None:
     add("--save-steps", type=cli._positive_int, default=100, metavar="N", help="between checkpoints to go on from")
     add("--seed", type=int, default=0, help="of the order of the blocks")
 
+    _add_output_arguments(parser)
+
+
+def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights")
     add(
@@ -95,6 +102,78 @@ def _add_dar(targets: Any) -> None:
     add("--restart", action="store_true", help="throw unfinished work away instead of going on from it")
     add("--quiet", action="store_true", help="print the table only")
     cli.add_machine_arguments(parser)
+
+
+def _add_proxy(targets: Any) -> None:
+    parser = cli._command(
+        targets,
+        "proxy",
+        _convert_to_proxy,
+        help="a model to a small sibling of it, ProxyKV's proxy",
+        description=(
+            "Make a smaller model with the same tokenizer out of a Llama, Mistral, Qwen2, Qwen3 or SmolLM model: "
+            "fewer layers, a narrower residual stream, or both; distill it from the target's logits; save an ordinary "
+            "checkpoint with a model card. Prints parameters, bytes and the perplexity of held-out text. An "
+            "interrupted distillation goes on when the same command is given again."
+        ),
+    )
+    add = parser.add_argument
+    add("--from", dest="source", required=True, metavar="ID_OR_DIR", help="the target")
+    add("--to", dest="output", required=True, metavar="DIR", help="where the sibling goes")
+    add("--revision", default=None, help="of a Hub id")
+    add("--tokenizer", default=None, metavar="ID_OR_DIR", help="where the target has none; it must be the target's")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--layers", type=_layers, default=None, metavar="N|I,J,…",
+        help="how many, evenly spaced with the first and the last, or which, from 0 (default: all)")  # fmt: skip
+    add("--hidden-size", type=cli._positive_int, default=None, metavar="N",
+        help="width of the residual stream (default: the target's); heads and MLPs keep their sizes")  # fmt: skip
+    add("--embedding-storage", choices=("model", "float8"), default="model",
+        help="float8 halves the embedding's bytes in the file; it loads in the model's dtype")  # fmt: skip
+
+    add = parser.add_argument_group("text").add_argument
+    add(
+        "--text",
+        nargs="+",
+        required=True,
+        metavar="PATH_OR_ID",
+        help="to distill on: .txt, .md, .jsonl and .json files, also as .xz or .gz, folders of them, or the id of a "
+        "dataset",
+    )
+    add("--max-tokens", type=cli._positive_int, default=None, metavar="N",
+        help="most tokens of it to read (default: what the steps read)")  # fmt: skip
+    add("--eval-text", nargs="+", default=None, metavar="PATH_OR_ID",
+        help="text to measure perplexity on (default: the end of the text, which is then left out)")  # fmt: skip
+    add("--eval-tokens", type=cli._positive_int, default=131_072, metavar="N", help="to measure on")
+    add("--block-tokens", type=cli._positive_int, default=None, metavar="N",
+        help="tokens read in one go (default: 2048, or the model's longest sequence)")  # fmt: skip
+    add("--text-field", default="text", help="of JSON files and datasets")
+    add("--split", default="train", help="of a dataset")
+    add("--eval-batch-size", type=cli._positive_int, default=4, metavar="N", help="blocks at once in measuring")
+
+    add = parser.add_argument_group("distillation").add_argument
+    add("--steps", type=cli._count, default=1000, metavar="N", help="most steps; 0 for no distillation")
+    add("--seconds", type=cli._float, default=None, metavar="S", help="end after S seconds, if that is sooner")
+    add("--batch-size", type=cli._positive_int, default=8, metavar="N", help="blocks at once on each device")
+    add("--gradient-accumulation", type=cli._positive_int, default=1, metavar="N", help="such batches a step")
+    add("--learning-rate", type=cli._float, default=5e-4, metavar="R")
+    add("--temperature", type=cli._float, default=1.0, metavar="T", help="of both models' logits")
+    add("--next-token-weight", type=cli._float, default=0.0, metavar="W", help="of the next-token loss")
+    add("--weight-decay", type=cli._float, default=0.0, metavar="R", help="of AdamW")
+    add("--train-embedding", action="store_true", default=None,
+        help="also the embedding and the output head (default: with --hidden-size only)")  # fmt: skip
+    add("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
+    add("--save-steps", type=cli._positive_int, default=500, metavar="N", help="between checkpoints to go on from")
+    add("--seed", type=int, default=0, help="of the order of the blocks")
+    _add_output_arguments(parser)
+
+
+def _layers(text: str) -> int | list[int]:
+    """`4`, or `0,7,14`; a single layer by its index is `7,`."""
+    numbers = [cli._count(part) for part in text.split(",") if part.strip()]
+    if not numbers:
+        raise argparse.ArgumentTypeError("names no layer")
+    return numbers if "," in text else cli._positive_int(text)
 
 
 def _add_gpt_neox(targets: Any) -> None:
@@ -167,6 +246,65 @@ def _convert_to_dar(args: argparse.Namespace) -> int:
     if conversion.is_main_process:
         print(conversion.table())
         print(f"saved: {conversion.output}")
+    return 0
+
+
+def _convert_to_proxy(args: argparse.Namespace) -> int:
+    if args.dtype == "float16":
+        raise cli.UserError(
+            "--dtype float16: a conversion computes in float32 or bfloat16; the output keeps its dtype"
+        )
+    device = cli.find_device(args)
+    cli.set_threads(args, device)
+
+    from transformers.utils import logging as transformers_logging
+
+    from nearfar.conversion.distill_proxy import distill_proxy
+    from nearfar.training.proxy_distillation import ProxyDistillation
+
+    transformers_logging.disable_progress_bar()
+    settings = ProxyDistillation(
+        steps=args.steps,
+        seconds=args.seconds,
+        batch_size=args.batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation,
+        learning_rate=args.learning_rate,
+        temperature=args.temperature,
+        next_token_weight=args.next_token_weight,
+        weight_decay=args.weight_decay,
+        train_embedding=args.hidden_size is not None if args.train_embedding is None else args.train_embedding,
+        gradient_checkpointing=args.gradient_checkpointing,
+        save_steps=args.save_steps,
+        seed=args.seed,
+    )
+    sibling = distill_proxy(
+        cli.model_source(args.source),
+        args.output,
+        text_sources=args.text,
+        layers=args.layers,
+        hidden_size=args.hidden_size,
+        distillation=settings,
+        embedding_storage=args.embedding_storage,
+        eval_sources=args.eval_text,
+        eval_tokens=args.eval_tokens,
+        max_tokens=args.max_tokens,
+        block_tokens=args.block_tokens,
+        text_field=args.text_field,
+        split=args.split,
+        tokenizer=args.tokenizer,
+        revision=args.revision,
+        batch_size=args.eval_batch_size,
+        device=None if args.device == "auto" else device,  # of several processes each finds its own
+        autocast=None if args.dtype == "auto" else args.dtype == "bfloat16",
+        max_shard_size=args.max_shard_size,
+        work_dir=args.work_dir,
+        overwrite=args.overwrite,
+        restart=args.restart,
+        quiet=args.quiet,
+    )
+    if sibling.is_main_process:
+        print(sibling.table())
+        print(f"saved: {sibling.output}")
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearfar import cli
+from nearfar.cli_images import add_eval_images
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +27,19 @@ examples:
 
 def add_eval(commands: Any) -> None:
     """Add `eval` and its tests."""
+    from nearfar.cli_benchmarks import add_benchmarks  # here, because they import this module
+    from nearfar.cli_lm_eval import add_dar_tasks
+
     parser: argparse.ArgumentParser = commands.add_parser(
-        "eval", help="evaluate a model: needles in long documents", description="Evaluate a model."
+        "eval",
+        help="evaluate a model with any cache: perplexity, needles, RULER, LongBench, SCBench, latency; drawn images",
+        description="Evaluate a model with any cache. `nearfar report` draws what was measured.",
     )
     tests = parser.add_subparsers(dest="test", required=True, metavar="TEST")
     _add_needles(tests)
+    add_benchmarks(tests)
+    add_dar_tasks(tests)
+    add_eval_images(tests)
 
 
 def _add_needles(tests: Any) -> None:

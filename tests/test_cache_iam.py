@@ -117,3 +117,15 @@ def test_a_padded_batch_in_parallel():
         Drive(target, alone).feed(ids[row : row + 1, -length:])
         shift = 40 - length
         assert kept(batched, row) == [[[column + shift for column in head] for head in layer] for layer in kept(alone)]
+
+
+def test_its_own_prefix_is_found_where_a_prompt_starts_with_it():
+    proxy, target = tiny_model("llama", seed=7), tiny_model("llama")
+    ids = random_ids(2, 40)
+    ids[1, :2] = torch.tensor(PROMPT.prefix)
+    cache = IAMScorer(proxy, PROMPT, prefix_length=None).prefill(ids, target_model_or_config=target, budget=9)
+    for row, length in enumerate((0, 2)):
+        own = reconstruction_scores(proxy, ids[row], PROMPT, prefix_length=length).scores
+        scores = cache.scores.of_layer(0, ids.device)[row]
+        torch.testing.assert_close(scores, own[0][0].float())
+        assert bool((scores[:, :2] == 1).all()) == (row == 1)

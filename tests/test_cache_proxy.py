@@ -183,11 +183,11 @@ def test_rows_are_chosen_repeated_and_share_their_history() -> None:
     model = tiny_proxyformer()
     tokens = ids(3, 17)
     _, cache = cached(model, tokens)
-    before = cache.layers[0].levels[0].nbytes
+    before = cache.layers[0].levels[0].nbytes()
     cache.batch_repeat_interleave(4)
-    assert cache.layers[0].levels[0].nbytes == before  # stored once
+    assert cache.layers[0].levels[0].nbytes() == before  # stored once
     cache.reorder_cache(torch.tensor([0, 0, 1, 2, 4, 4, 5, 7, 11, 8, 9, 9]))
-    assert cache.layers[0].levels[0].nbytes == before  # beams of one prompt still read the same row
+    assert cache.layers[0].levels[0].nbytes() == before  # beams of one prompt still read the same row
     rows = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2])
     more = ids(12, 9, 3)
     found = torch.cat([cached(model, more[:, t : t + 1], cache)[0] for t in range(9)], dim=1)
@@ -223,7 +223,7 @@ def test_what_is_held_is_proxies_and_one_block() -> None:
     assert layer.raw_keys is not None and layer.raw_keys.shape == (1, 4, 4, 8)
     # Keys and values that the generation stream reads, and those that proxies read of each other.
     exact = 99 * 2 * 2 * 32 * 8
-    held = sum(buffer.nbytes for buffer in layer.buffers())
+    held = sum(buffer.nbytes() for buffer in layer.buffers())
     assert held == exact  # a prompt reserves nothing to spare
     assert cache.nbytes() > held
 
@@ -237,7 +237,7 @@ def test_coarser_proxies_replace_finer_ones() -> None:
         _, cache = cached(each, ids(1, 4))
         for chunk in ids(1, 396).split(4, dim=1):
             cached(each, chunk, cache)
-        sizes.append(sum(buffer.nbytes for buffer in cache.layers[0].levels))
+        sizes.append(sum(buffer.nbytes() for buffer in cache.layers[0].levels))
     assert sizes[0] < 0.55 * sizes[1]
 
 

@@ -8,13 +8,18 @@ from transformers import DynamicCache, StaticCache
 
 from nearfar.modeling import cache_registry
 from nearfar.modeling.cache_h2o import H2OCache
+from nearfar.modeling.cache_iam import IAMCache, IAMScorer
 from nearfar.modeling.cache_kvzip import KVzipCache
 from nearfar.modeling.cache_proactive import ProactiveCache
+from nearfar.modeling.cache_proxykv import ProxyKVCache
 from nearfar.modeling.cache_random import RandomCache
 from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, cache_nbytes, make_cache, register_cache
 from nearfar.modeling.cache_snapkv import SnapKVCache
 from nearfar.modeling.cache_streaming_llm import StreamingLLMCache
 from nearfar.modeling.compat import cache_argument
+from nearfar.modeling.kvzip_scores import RepeatPrompt
+
+PROMPT = RepeatPrompt(prefix=(), first=(3,), later=(4,), suffix=(5,))
 
 
 @pytest.fixture
@@ -29,10 +34,13 @@ def read(model, cache, ids):
 
 
 def test_the_entries():
-    assert list(CACHES)[:7] == ["full", "streaming_llm", "random", "proactive", "snapkv", "h2o", "kvzip"]
+    names = ["full", "streaming_llm", "random", "proactive", "snapkv", "h2o", "kvzip", "iam", "proxykv"]
+    assert list(CACHES)[:9] == names
     for name, entry in CACHES.items():
         assert entry.name == name and entry.label and entry.description.endswith(".")
     assert [name for name, entry in CACHES.items() if entry.needs_prototypes] == ["proactive"]
+    assert [name for name, entry in CACHES.items() if entry.needs_proxy] == ["iam", "proxykv"]
+    assert [name for name, entry in CACHES.items() if entry.needs_mapper] == ["proxykv"]
 
 
 def test_each_is_made_with_its_options(model):
@@ -47,6 +55,10 @@ def test_each_is_made_with_its_options(model):
     assert isinstance(snapkv, SnapKVCache) and (snapkv.window_tokens, snapkv.pooling) == (8, "avg")
     assert isinstance(make_cache("h2o", model, budget=32, eviction_interval=1), H2OCache)
     assert isinstance(make_cache("kvzip", model, retention_ratio=0.3), KVzipCache)
+    scorer = IAMScorer(tiny_model("llama", seed=1), PROMPT)
+    for name, cls in (("iam", IAMCache), ("proxykv", ProxyKVCache)):
+        cache = make_cache(name, model, retention_ratio=0.3, scorer=scorer)
+        assert type(cache) is cls and cache.scorer is scorer
 
 
 def test_the_full_cache_knows_sliding_layers():

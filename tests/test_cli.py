@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_texts import english, save_tiny_checkpoint
+from tiny_texts import english, save_tiny_checkpoint, save_tiny_proxy
 from transformers import AutoTokenizer, Cache, LlamaForCausalLM
 
 import nearfar
 from nearfar import cli
+from nearfar.modeling.cache_iam import IAMScorer
 from nearfar.modeling.cache_kvzip import KVzipCache
 from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, make_cache, register_cache
 from nearfar.modeling.compat import cache_argument
+from nearfar.modeling.kvzip_scores import RepeatPrompt
+from nearfar.modeling.modeling_axial_mapper import HybridAxialMapper
+from nearfar.modeling.proxy_scorer import PromptScorer, ProxyScorer
 
 ROOT = Path(nearfar.__file__).resolve().parent.parent
 DEMO = ["--context-tokens", "300", "--needles", "3", "--continuation-tokens", "30", "--decode-tokens", "2",
@@ -25,6 +29,12 @@ DEMO = ["--context-tokens", "300", "--needles", "3", "--continuation-tokens", "3
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    proxy, mapper = save_tiny_proxy(tmp_path_factory.mktemp("pair"), Path(checkpoint))
+    return ["--proxy", str(proxy), "--mapper", str(mapper)]
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +129,20 @@ def _error(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
         (["generate", "--prompt-file", "EMPTY"], "the prompt is empty"),
         (["generate", "--prompt-file", "BINARY"], "not UTF-8"),
         (["generate", "--prompt", "a", "--cache", "quest"], "unknown cache 'quest'; known caches: full, "),
+        (
+            ["generate", "--prompt", "a", "--model", "FOLDER", "--cache", "proxykv"],
+            "proxykv cache needs --proxy: a small",
+        ),
+        (["generate", "--prompt", "a", "--model", "FOLDER", "--cache", "iam"], "iam cache needs --proxy"),
+        (
+            ["generate", "--prompt", "a", "--cache", "proxykv", "--proxy", "p"],
+            "needs --mapper: `nearfar train-mapper`",
+        ),
+        (
+            ["generate", "--prompt", "a", "--cache", "iam", "--proxy", "p", "--mapper", "m"],
+            "none of iam uses a mapper",
+        ),
+        (["demo", "--text", "TEXT", "--proxy", "p"], "none of full, streaming_llm"),
         (["generate", "--prompt", "a", "--max-new-tokens", "0"], "positive"),
         (["generate", "--prompt", "a", "--temperature", "-1"], "0 (greedy)"),
         (["generate", "--prompt", "a", "--top-p", "0"], "(0, 1]"),
@@ -219,6 +243,43 @@ def test_demo(checkpoint: str, text_file: str, tmp_path: Path, capsys: pytest.Ca
     assert any(f"{share:.1f} % of the full cache's pairs" in line for line in last)
 
 
+def test_demo_with_a_proxy(
+    checkpoint: str, pair: list[str], text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Given both, ProxyKV takes part without being named."""
+    demo = ["demo", "--model", checkpoint, "--text", text_file, *DEMO, *pair, "--out", str(tmp_path)]
+    names = [name for name in cli.DEMO_CACHES if name != "proactive"]  # no prototypes come with this model
+    assert cli.main(demo) == 1
+    results = {result["name"]: result for result in json.loads((tmp_path / "comparison.json").read_text())["results"]}
+    assert list(results) == [*cli.DEMO_CACHES, "proxykv"]
+    assert [name for name, result in results.items() if result["error"] is None] == [*names, "proxykv"]
+    assert results["proxykv"]["kept_pairs"] == results["kvzip"]["kept_pairs"] == 64 * 4
+    assert "ProxyScorer" in results["proxykv"]["options"]["scorer"]
+    assert "ProxyKV" in capsys.readouterr().out
+    assert cli.main([*demo[:-2], "--out", str(tmp_path / "b"), "--caches", "proxykv,iam"]) == 0
+    assert json.loads((tmp_path / "b" / "comparison.json").read_text())["held_equal"]["budget"] == 64
+
+
+def test_what_is_kept_with_the_source_is_for_the_packaged_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import argparse
+
+    nothing = {"proxy": None, "mapper": None}
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "nearfar" / "cli.py"))
+    args = argparse.Namespace(model=None, proxy=None, mapper=None)
+    assert cli.proxy_sources(args) == nothing
+    kept = {"proxy": tmp_path / cli.KEPT_PROXY, "mapper": tmp_path / cli.KEPT_MAPPER}
+    for folder in kept.values():
+        assert cli.proxy_sources(args) == nothing  # one without the other is of no use
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
+    assert cli.proxy_sources(args) == {name: str(folder) for name, folder in kept.items()}
+    assert cli.proxy_sources(argparse.Namespace(model="other", proxy=None, mapper=None)) == nothing
+    mine = argparse.Namespace(model=None, proxy="mine", mapper=None)
+    assert cli.proxy_sources(mine) == {"proxy": "mine", "mapper": None}  # the kept mapper is for the kept proxy
+
+
 def test_demo_with_a_registered_policy_that_fails(
     checkpoint: str, text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,6 +378,45 @@ def test_generate_with_kvzip_compresses_the_prompt_first(checkpoint: str, capsys
         f"KVzip: {len(prompt)} prompt tokens" in shown.err and f"{cache.kept_pairs():,} key-value pairs" in shown.err
     )
     assert "give a longer one" in _error(capsys, [*arguments, "--prompt", "a"])
+
+
+@pytest.mark.parametrize("name", ["proxykv", "iam"])
+def test_generate_with_a_proxy(
+    name: str, checkpoint: str, pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt, length = english(30), 8
+    arguments = ["generate", "--model", checkpoint, "--cache", name, "--budget", "32", "--prompt", prompt, "--chat"]
+    arguments += ["--max-new-tokens", str(length), "--threads", "1", "--device", "cpu"]
+    assert cli.main([*arguments, *(pair if name == "proxykv" else pair[:2])]) == 0
+    shown = capsys.readouterr()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model, proxy = (LlamaForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for f in (checkpoint, pair[1]))
+    repeat = RepeatPrompt.from_tokenizer(tokenizer)
+    assert repeat.prefix
+    scorer: PromptScorer = IAMScorer(proxy, repeat, prefix_length=len(repeat.prefix))
+    if name == "proxykv":
+        mapper = HybridAxialMapper.from_pretrained(pair[3], dtype=torch.float32).eval()
+        scorer = ProxyScorer(proxy, mapper, prefix_ids=repeat.prefix)
+    ids = tokenizer(f"<|user|>\n{prompt}<|end|>\n<|assistant|>\n", return_tensors="pt").input_ids
+    assert tuple(ids[0, : len(repeat.prefix)].tolist()) == repeat.prefix
+    cache = scorer.prefill(ids, target_model_or_config=model, budget=32)
+    expected = model.generate(ids, past_key_values=cache, max_new_tokens=length, do_sample=False)[0, ids.shape[1] :]
+    assert shown.out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+    assert f"{CACHES[name].label}: {ids.shape[1]} prompt tokens" in shown.err
+    assert f"{cache.kept_pairs():,} key-value pairs held" in shown.err
+
+
+def test_a_proxy_that_does_not_fit(
+    checkpoint: str, pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate = ["generate", "--model", checkpoint, "--cache", "proxykv", "--prompt", "abc", "--device", "cpu"]
+    assert "trained for the proxy" in _error(capsys, [*generate, "--proxy", checkpoint, *pair[2:]])
+    assert "cannot load" in _error(capsys, [*generate, *pair[:2], "--mapper", str(tmp_path / "nowhere")])
+    other = save_tiny_checkpoint(tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(other)
+    assert "different tokenizers" in _error(capsys, [*generate, "--proxy", str(other), *pair[2:]])
 
 
 def test_generate_reads_standard_input_and_applies_the_chat_template(

@@ -266,6 +266,8 @@ def test_card_and_record(files: Path, converted: Conversion) -> None:
     card = ModelCard.load(converted.output / "README.md")
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
     assert card.data.base_model is None  # a folder of this machine is no Hub id
+    (result,) = card.data.eval_results
+    assert result.metric_type == "perplexity" and result.metric_value == list(record["perplexity"].values())[-1]
     text = card.text
     assert "last 4 tokens" in text and "bottleneck of 8 of 32 numbers" in text and "trust_remote_code=True" in text
     for value in record["perplexity"].values():

@@ -577,7 +577,7 @@ def test_hub(tmp_path):
         url, error = result.stdout.split()
         assert "/me/protos/commit/" in url and error == "RepositoryNotFoundError"
         for name in (WEIGHTS_FILE, CONFIG_FILE):
-            assert hub.repositories["me/protos"][name] == (tmp_path / "saved" / name).read_bytes()
+            assert hub.files("me/protos")[name] == (tmp_path / "saved" / name).read_bytes()
 
 
 # --- which model -----------------------------------------------------------------------------------------------------

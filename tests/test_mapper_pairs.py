@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import lzma
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from tiny_texts import english, tiny_llama, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from nearfar.evaluation.needles import FACTS
 from nearfar.modeling.kvzip_scores import RepeatPrompt, reconstruction_scores
 from nearfar.training import mapper_pairs
 from nearfar.training.mapper_pairs import (
@@ -29,6 +32,7 @@ from nearfar.training.mapper_pairs import (
     needle_contexts,
     read_documents,
 )
+from nearfar.training.synthetic_contexts import SYNTHETIC, TRAINING_FACTS, synthetic_document
 
 TOKENIZER = tiny_tokenizer()
 EXACT = PairSettings(chunk_tokens=40, storage="float32")
@@ -285,24 +289,61 @@ def test_needles_are_hidden() -> None:
     text = english(300)
     found = needle_contexts(TOKENIZER, [text], 3, context_tokens=300)
     assert len({context.name for context in found}) == 3
-    places = []
+    hidden = set()
     for context in found:
         assert len(context.ids) <= 300
-        places.append(TOKENIZER.decode(context.ids).index("The secret code for") / len(context.ids))
-    assert places == sorted(places) and places[0] < 0.4 and places[-1] > 0.6
+        decoded = TOKENIZER.decode(context.ids)
+        names = [fact.statement.split("{key}") for fact in TRAINING_FACTS]
+        told = [number for number, parts in enumerate(names) if all(part.strip() in decoded for part in parts)]
+        assert told and re.search(r"\d{5}", decoded)
+        hidden |= set(told)
+    assert len(hidden) > 1
     assert found == needle_contexts(TOKENIZER, [text], 3, context_tokens=300)
     assert found != needle_contexts(TOKENIZER, [text], 3, context_tokens=300, seed=1)
     with pytest.raises(ValueError, match="a text to be hidden in"):
         needle_contexts(TOKENIZER, ["  "], 3)
-    with pytest.raises(ValueError, match="more than 64 tokens"):
-        needle_contexts(TOKENIZER, [text], 3, context_tokens=64)
+    with pytest.raises(ValueError, match="more than 48 tokens"):
+        needle_contexts(TOKENIZER, [text], 3, context_tokens=48)
+
+
+def test_what_is_measured_is_not_trained_for() -> None:
+    """Neither the wordings nor the words of the needles that `evaluation` hides."""
+    theirs = {key for fact in FACTS for key in fact.keys}
+    mine = {key for fact in TRAINING_FACTS for key in fact.keys}
+    assert len(mine) > 50 and not {key.lower() for key in mine} & {key.lower() for key in theirs}
+    assert not {fact.statement for fact in TRAINING_FACTS} & {fact.statement for fact in FACTS}
+    for kind in SYNTHETIC:
+        texts = [synthetic_document(kind, 0, number) for number in range(40)]
+        assert len(set(texts)) == 40 and texts[3] == synthetic_document(kind, 0, 3) != synthetic_document(kind, 1, 3)
+        assert all(len(text) > 150 and re.search(r"\d", text) for text in texts) or kind == "many_shot"
+        words = set(re.findall(r"[a-z]+", " ".join(texts).lower()))
+        assert not words & {key.lower() for key in theirs} - {"key"}, words & {key.lower() for key in theirs}
+    with pytest.raises(ValueError, match="unknown kind 'song'; known: dialogue"):
+        synthetic_document("song", 0, 0)
+
+
+def test_documents_of_one_packed_file_are_taken_evenly(tmp_path: Path) -> None:
+    text = "\n<|endoftext|>\n".join(f"document {number}" for number in range(10))
+    (tmp_path / "many.txt.xz").write_bytes(lzma.compress(text.encode()))
+    found = read_documents(tmp_path / "many.txt.xz", 3)
+    assert found == [("many.txt.xz", "document 0"), ("many.txt.xz:3", "document 3"), ("many.txt.xz:6", "document 6")]
+
+
+def test_seconds_end_the_computing(tmp_path: Path) -> None:
+    contexts = [PairContext(str(number), tuple(range(3, 40 + number))) for number in range(3)]
+    model = tiny_llama(torch.float32)
+    assert compute_pairs(tmp_path, model, model, TOKENIZER, contexts, seconds=1e-9, progress=False) == 0
+    assert compute_pairs(tmp_path, model, model, TOKENIZER, contexts, progress=False) == 3
 
 
 def test_mixture_of_files_and_needles(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(english(80, seed=ord(name)), encoding="utf-8")
     found = mixture_contexts(TOKENIZER, [tmp_path, "needles"], 2, context_tokens=200, join_tokens=100)
-    assert [context.name for context in found] == ["a.txt", "b.txt", "needles:0:0", "needles:0:1"]
+    assert [context.name for context in found] == ["a.txt", "needles:0:0", "b.txt", "needles:0:1"]
+    made = mixture_contexts(TOKENIZER, ["dialogue", "records"], 2, context_tokens=400, join_tokens=300, seed=3)
+    assert [context.name.split(":")[0] for context in made] == ["dialogue", "records"] * 2
+    assert all(len(context.ids) >= 300 for context in made)
     only = mixture_contexts(TOKENIZER, ["needles"], 1, context_tokens=200, haystack=[english(80)])
     assert [context.name for context in only] == ["needles:0:0"]
     with pytest.raises(ValueError, match="name another source too"):

@@ -19,11 +19,13 @@ from nearfar.training import mapper_training
 from nearfar.training.mapper_losses import MapperLoss
 from nearfar.training.mapper_pairs import MapperPairs
 from nearfar.training.mapper_training import (
+    ALL_LAYERS,
     LOG_NAME,
     PLOT_NAME,
     MapperTrainer,
     MapperTraining,
     Plateau,
+    ResidentPairs,
     context_mass_reconstruction,
     last_checkpoint,
     new_mapper,
@@ -289,6 +291,66 @@ def test_batches_are_padded_and_masked(pairs: MapperPairs) -> None:
     assert read_crops(pairs, [(long, 0, 4, 32)], [0, 0, 1, 1], loss).mask is None
 
 
+def test_crops_of_all_layers(pairs: MapperPairs) -> None:
+    """Rows of all target layers of a crop, as they would be read one by one; the same from a device."""
+    names = [context.tokens for context in pairs.contexts]
+    short, long = names.index(20), names.index(70)
+    loss, layer_pairs = MapperLoss(scope="context"), [0, 0, 1, 1]
+    crops = [(short, 0, 20), (long, 1, 32)]
+    for source in (pairs, ResidentPairs(pairs, torch.device("cpu"))):
+        batch = read_crops(source, [(c, ALL_LAYERS, s, n) for c, s, n in crops], layer_pairs, loss)
+        assert batch.features.shape == (2, 8, 32) and batch.target.shape == (8, 2, 32)
+        assert batch.mask is not None and batch.mask.sum(1).tolist() == [20, 32]
+        for row, (context, start, length) in enumerate(crops):
+            single = read_crops(pairs, [(context, place, start, length) for place in range(4)], layer_pairs, loss)
+            rows = slice(4 * row, 4 * row + 4)
+            for name in ("target", "valid", "thresholds"):
+                mine = getattr(batch, name)[rows]
+                assert torch.equal(mine[..., :length] if name != "thresholds" else mine, getattr(single, name)), name
+            x = batch.features[row].view(2, 4, 32)[..., :length]
+            assert torch.equal(x[[0, 1]], single.features[[0, 2]])
+    bytes_held = sum(context.tokens for context in pairs.contexts) * (2 * 4 + 4 * 2) * 4
+    assert ResidentPairs.nbytes(pairs) == bytes_held
+
+
+def test_a_mapper_of_all_layers_learns(pairs: MapperPairs, tmp_path: Path) -> None:
+    run = trainer(
+        pairs, tmp_path, mapper={"proxy_layers": "all", "layer_queries": True}, epochs=6, epoch_steps=20,
+        loss=MapperLoss(samples=64, scope="context"), schedule="cosine", save_dtype="bfloat16",
+    )  # fmt: skip
+    result = run.train()
+    first, last = result["untrained"]["mass_reconstruction"], result["last"]["mass_reconstruction"]
+    assert last["0.1"] > first["0.1"] + 0.1
+    rates = [line["learning_rate"] for line in read_log(tmp_path) if line["kind"] == "step"]
+    assert max(rates) <= 2e-3 and rates[-1] < 0.01 * max(rates)
+    saved = HybridAxialMapper.from_pretrained(tmp_path / "model")
+    assert saved.dtype == torch.bfloat16 and run.mapper.dtype == torch.float32
+    whole = context_mass_reconstruction(saved.float().eval(), pairs, run.validation_contexts)
+    assert whole["0.3"]["share"] > 0.5
+
+
+def test_held_on_a_device_or_read_from_disk_it_is_the_same_run(pairs: MapperPairs, tmp_path: Path) -> None:
+    runs = [trainer(pairs, tmp_path / name) for name in ("a", "b")]
+    runs[1]._source = ResidentPairs(pairs, torch.device("cpu"))
+    for run in runs:
+        run.train()
+    assert figures(tmp_path / "a") == figures(tmp_path / "b")
+
+
+def test_seconds_end_a_run(pairs: MapperPairs, tmp_path: Path) -> None:
+    run = trainer(pairs, tmp_path, epochs=100_000, seconds=0.5, schedule="cosine")
+    result = run.train()
+    assert 0 < result["steps"] < 100_000 and result["last"]["step"] == result["steps"]
+    assert last_checkpoint(tmp_path) == tmp_path / f"checkpoint-{result['steps']}"
+    assert (tmp_path / "model" / "config.json").is_file()
+    with pytest.raises(ValueError, match="seconds must be above 0"):
+        MapperTraining(seconds=0)
+    with pytest.raises(ValueError, match="'plateau' or 'cosine'"):
+        MapperTraining(schedule="linear")
+    with pytest.raises(ValueError, match="'float32' or 'bfloat16'"):
+        MapperTraining(save_dtype="float16")
+
+
 def test_layer_queries_tell_layers_apart(tmp_path: Path) -> None:
     folder = tmp_path / "pairs"
     write_pairs(folder, [60, 60, 60])
@@ -372,9 +434,9 @@ def test_the_command_from_end_to_end(
     assert run["command"].startswith("nearfar train-mapper --proxy") and run["result"]["steps"] == 2
     assert run["contexts"] == {"train": 3, "validation": 1} and set(run["result"]["whole_contexts"]) == {"0.1", "0.3"}
     pairs = MapperPairs(out / "pairs")
-    assert [entry.name for entry in pairs.contexts] == ["0.txt", "1.txt", "needles:0:0", "needles:0:1"]
+    assert [entry.name for entry in pairs.contexts] == ["0.txt", "1.txt", "needles:0:0", "needles:0:1"]  # sorted
     saved = AutoModel.from_pretrained(out / "model")
-    assert saved.config.target_name == model and saved.config.window_stride == 32
+    assert saved.config.target_name == Path(model).name and saved.config.window_stride == 32
 
     assert cli.main([*command, "--steps", "4"]) == 2
     assert "holds a run already: add --resume" in capsys.readouterr().err
@@ -409,6 +471,9 @@ def test_pairs_only(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     (["--out", "NEW", "--pairs", "PAIRS", "--learning-rate", "-1"], "learning_rate must be above 0"),
     (["--out", "NEW", "--pairs", "PAIRS", "--loss-scope", "model"], "invalid choice"),
     (["--out", "NEW", "--epochs", "0"], "positive number"),
+    (["--out", "NEW", "--pairs", "PAIRS", "--seconds", "0"], "seconds must be above 0"),
+    (["--out", "NEW", "--pairs", "PAIRS", "--pairs-seconds", "-1"], "must be positive, got -1"),
+    (["--out", "NEW", "--pairs", "PAIRS", "--proxy-layers", "all"], "needs --layer-queries"),
 ])  # fmt: skip
 def test_wrong_input_is_told(
     arguments: list[str],

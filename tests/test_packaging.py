@@ -115,7 +115,7 @@ def test_wheel_contents(wheel: Path) -> None:
         info = {Path(name).name: name for name in archive.namelist() if ".dist-info/" in name}
         metadata = archive.read(info["METADATA"]).decode()
         entry_points = archive.read(info["entry_points.txt"]).decode()
-    expected = {"nearfar/py.typed"}
+    expected = {"nearfar/py.typed", "nearfar/evaluation/lm_eval_plugin.yaml"}
     expected |= {file.relative_to(ROOT).as_posix() for file in (ROOT / "nearfar").glob("*.py")}
     prototypes = ROOT / "nearfar" / "prototypes"
     expected |= {file.relative_to(ROOT).as_posix() for file in prototypes.rglob("*") if file.is_file()}

@@ -73,6 +73,44 @@ def expected_columns(scores: torch.Tensor, budget: int, sinks: int = 4) -> list[
     return [[sorted(columns) for columns in heads_] for heads_ in chosen]
 
 
+def test_a_cache_with_a_scorer_reads_by_itself(proxy):
+    """What `make_cache` makes does what `prefill` does, and one prompt's scores serve caches of several budgets."""
+    target, ids, scorer = tiny_model("llama"), random_ids(1, LENGTH), ProxyScorer(proxy, FakeMapper())
+    cache = ProxyKVCache(target, retention_ratio=0.4, scorer=scorer).score_prompt(ids, chunk_tokens=9)
+    pending, other = cache.scores, ProxyKVCache(target, retention_ratio=0.2, scorer=scorer)
+    other.expect(pending)
+    for filled, ratio in ((cache, 0.4), (other, 0.2)):
+        Drive(target, filled).feed(ids)
+        expected = scorer.prefill(ids, target_model_or_config=target, retention_ratio=ratio)
+        Drive(target, expected).feed(ids)
+        assert kept(filled) == kept(expected)
+    with pytest.raises(ValueError, match="has read a prompt already"):
+        cache.score_prompt(ids)
+    with pytest.raises(ValueError, match="no scorer"):
+        ProxyKVCache(target, budget=8).score_prompt(ids)
+    assert repr(scorer).startswith("ProxyScorer(")
+
+
+def test_the_prefix_is_kept_where_a_prompt_starts_with_it(proxy):
+    target, ids = tiny_model("llama"), random_ids(2, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0  # the prefix starts behind the padding
+    prefix = tuple(ids[0, 3:11].tolist())
+    scorer = ProxyScorer(proxy, FakeMapper(), prefix_ids=prefix)
+    cache = scorer.prefill(ids, mask, target_model_or_config=target, budget=14, sink_tokens=1)
+    plain = ProxyScorer(proxy, FakeMapper()).prefill(
+        ids, mask, target_model_or_config=target, budget=14, sink_tokens=1
+    )
+    scores, before = cache.scores.of_layer(0, ids.device), plain.scores.of_layer(0, ids.device)
+    assert bool((scores[0, :, 3:11] > 1).all())
+    assert torch.equal(scores[0, :, 11:], before[0, :, 11:]) and torch.equal(scores[1], before[1])
+    with torch.no_grad():
+        target(ids, attention_mask=mask, past_key_values=cache)
+    for layer in cache.ragged_layers:
+        _, _, columns = layer.store.rectangle()
+        assert all(set(range(3, 11)) <= set(head) for head in columns[0].tolist())
+
+
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 

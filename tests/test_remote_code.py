@@ -568,7 +568,12 @@ def fresh(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Fresh:
         finish(start(find_nearfar + PUSH, saved.folder, cwd=pusher, **online))
         folders = (saved.folder, saved.classifier, changed, only_config)
         finish(start(HIDE + READ, *folders, folder / "said.pt", cwd=folder, **online))
-    return Fresh(torch.load(folder / "said.pt"), folder / "saved_2", folder / "saved_3", hub.repositories)
+    return Fresh(
+        torch.load(folder / "said.pt"),
+        folder / "saved_2",
+        folder / "saved_3",
+        {name: hub.files(name) for name in hub.repositories},
+    )
 
 
 def closure(*modules: ModuleType) -> dict[str, Path]:

@@ -279,6 +279,8 @@ def test_script_from_end_to_end(
     model = AutoModelForCausalLM.from_pretrained(whole / "model", trust_remote_code=True, dtype=torch.float32)
     assert model.config.generation_block_size % 8 == 0
     assert model.config.use_cache
+    longest = max(stage.length for stage in PLAN.stages)
+    assert model.config.proxy_sharpen_from == -(-longest // 8), "queries of longer documents are sharpened"
     tokenizer = AutoTokenizer.from_pretrained(whole / "model")
     ids = tokenizer(" The passkey_1 is 12345.", return_tensors="pt").input_ids
     assert model(ids).logits.isfinite().all()

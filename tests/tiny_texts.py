@@ -66,3 +66,19 @@ def save_tiny_checkpoint(folder: Path, chat: bool = True) -> Path:
     tiny_llama(torch.float32).save_pretrained(folder)
     tiny_tokenizer(chat).save_pretrained(folder)
     return folder
+
+
+def save_tiny_proxy(folder: Path, target: Path) -> tuple[Path, Path]:
+    """A proxy of `save_tiny_checkpoint`'s model, and an untrained mapper for the two; two folders."""
+    from nearfar.modeling.modeling_axial_mapper import HybridAxialMapper
+
+    proxy = tiny_llama(torch.float32, seed=1)
+    proxy.save_pretrained(folder / "proxy")
+    tiny_tokenizer().save_pretrained(folder / "proxy")
+    torch.manual_seed(0)
+    mapper = HybridAxialMapper.for_models(
+        proxy, LlamaForCausalLM.from_pretrained(target, dtype=torch.float32), hidden_size=16, num_hidden_layers=1,
+        num_attention_heads=2, head_dim=8, layer_queries=True,
+    )  # fmt: skip
+    mapper.save_pretrained(folder / "mapper")
+    return folder / "proxy", folder / "mapper"

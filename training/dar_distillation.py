@@ -208,22 +208,24 @@ def attention_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tens
     return torch.stack(losses).mean()
 
 
-def logits_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+def logits_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """KL(teacher || student) in nats, its mean over positions; a scalar in float32.
 
     Args:
         student, teacher: `(batch, columns, vocabulary)`. Log-probabilities are there for `KL_CHUNK` positions at once,
             in the backward pass too.
+        temperature: T, which both logits are divided by; the divergence is then multiplied by T², so that gradients
+            stay of the same size.
     """
     ours, theirs = student.flatten(0, 1), teacher.flatten(0, 1)
     total = torch.zeros((), device=student.device)
     for part, target in zip(ours.split(KL_CHUNK), theirs.split(KL_CHUNK), strict=True):
-        total = total + checkpoint(_kl_sum, part, target, use_reentrant=False)
-    return total / ours.shape[0]
+        total = total + checkpoint(_kl_sum, part, target, temperature, use_reentrant=False)
+    return temperature**2 * total / ours.shape[0]
 
 
-def _kl_sum(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    ours, theirs = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
+def _kl_sum(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+    ours, theirs = ((logits.float() / temperature).log_softmax(-1) for logits in (student, teacher))
     return F.kl_div(ours, theirs, log_target=True, reduction="sum")
 
 
@@ -320,7 +322,7 @@ class DARDistillationTrainer(Trainer):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class _Progress(TrainerCallback):
+class DistillationProgress(TrainerCallback):
     """A bar with the loss in it, on standard error; the Trainer's own prints every log to standard output."""
 
     def __init__(self, name: str) -> None:
@@ -490,7 +492,7 @@ def _train_stage(
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     if not quiet:
-        trainer.add_callback(_Progress("distilling" if folder.name == "frozen" else "training all weights"))
+        trainer.add_callback(DistillationProgress("distilling" if folder.name == "frozen" else "training all weights"))
     if last is not None and _step(last) >= arguments.max_steps:
         # The Trainer would take one step more before it sees that there are enough.
         trainer._load_from_checkpoint(str(last))

@@ -5,27 +5,21 @@ With one token a digit, a passkey is copied digit by digit, and none of the 100,
 
 from __future__ import annotations
 
-import gzip
-import lzma
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import IO, Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nearfar.evaluation.needle_documents import DEFAULT_IDS, NEEDLE, QUERY, VALUE_DIGITS, find_text_files
+from nearfar.evaluation.needle_documents import DEFAULT_IDS, NEEDLE, QUERY, VALUE_DIGITS
 
-__all__ = ["read_text_pieces", "train_digit_tokenizer"]
+__all__ = ["train_digit_tokenizer"]
 
 END_OF_TEXT = "<|endoftext|>"
 # The bytes, and the token that ends a text.
 LEAST_VOCABULARY = 257
 # The needles' words become tokens: each sentence is among the texts so many times.
 _REPEATS = 20
-_PIECE = 1 << 14
-_UNPACKERS: dict[str, Callable[..., IO[Any]]] = {".xz": lzma.open, ".gz": gzip.open}
 
 
 def train_digit_tokenizer(
@@ -89,56 +83,3 @@ def _needle_sentences() -> list[str]:
         value = f"{rng.randrange(10**VALUE_DIGITS):0{VALUE_DIGITS}d}"
         sentences += [NEEDLE.format(id=name, value=value), QUERY.format(id=name)]
     return sentences
-
-
-def read_text_pieces(
-    sources: str | Path | Sequence[str | Path],
-    max_characters: int | None = None,
-    *,
-    split: str = "train",
-    column: str = "text",
-) -> Iterator[str]:
-    """Texts in pieces of some thousand characters; only what `max_characters` takes is read.
-
-    Args:
-        sources: as of `nearfar.evaluation.needle_documents.load_background`: files, folders or a `datasets` id.
-        max_characters: of all pieces together; None for everything.
-        split, column: of a `datasets` id.
-
-    Raises:
-        FileNotFoundError: a file or folder that does not exist.
-        ImportError: a `datasets` id without the `datasets` package.
-    """
-    left = max_characters
-    files = find_text_files(sources)
-    if files is None:
-        name = str(sources if isinstance(sources, (str, Path)) else sources[0])
-        pieces = _dataset_pieces(name, split, column)
-    else:
-        pieces = (piece for file in files for piece in _file_pieces(file))
-    for piece in pieces:
-        if left is not None:
-            piece = piece[:left]
-            left -= len(piece)
-        if piece:
-            yield piece
-        if left == 0:
-            return
-
-
-def _file_pieces(path: Path) -> Iterator[str]:
-    with _UNPACKERS.get(path.suffix.lower(), open)(path, "rt", encoding="utf-8-sig") as stream:
-        while piece := stream.read(_PIECE):
-            yield piece.replace(END_OF_TEXT, "")
-
-
-def _dataset_pieces(name: str, split: str, column: str) -> Iterator[str]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ImportError(
-            f"{name} is no file or folder here, and reading it as a dataset needs the `datasets` package"
-        ) from error
-    identifier, _, config = name.partition(":")
-    for row in load_dataset(identifier, config or None, split=split, streaming=True):
-        yield row[column]

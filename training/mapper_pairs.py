@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import json
+import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,12 +35,14 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from nearfar.configuration.configuration_axial_mapper import HybridAxialMapperConfig
-from nearfar.evaluation.needles import needle_trials
-from nearfar.evaluation.texts import load_dataset_texts, load_texts
+from nearfar.evaluation.needles import hide_needles
+from nearfar.evaluation.texts import load_dataset_texts
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.kvzip_scores import QUOTED_TOKENS, RepeatPrompt, reconstruction_scores
-from nearfar.modeling.model_identity import embedding_fingerprint, same_model
+from nearfar.modeling.model_identity import embedding_fingerprint, model_name, same_model
 from nearfar.modeling.prunable_models import text_config
+from nearfar.training.synthetic_contexts import SYNTHETIC, TRAINING_FACTS, synthetic_document
+from nearfar.training.token_blocks import text_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,8 +66,10 @@ SHARD_TOKENS, SHARD_SECONDS = 1 << 16, 300.0
 LEAST_TOKENS = 32
 # More characters of a document than this for each token wanted are not handed to the tokenizer.
 _CHARACTERS_A_TOKEN = 16
-# Tokens that a hidden needle adds to its context, at most.
-_NEEDLE_TOKENS = 64
+# Tokens that a hidden needle adds to its context, at most, and how many needles a context has, at most.
+_NEEDLE_TOKENS, _MOST_NEEDLES = 48, 4
+# Synthetic documents are some hundred tokens long: so many are written for each context.
+_DOCUMENTS_A_CONTEXT = 40
 
 # Takes a model and ids (1, n), gives features (layers, 1, query heads, n).
 Features = Callable[["PreTrainedModel", torch.Tensor], torch.Tensor]
@@ -119,12 +125,13 @@ PAPER_MIXTURE = (
 def read_documents(
     source: str | Path, limit: int, *, split: str | None = None, column: str | None = None
 ) -> list[tuple[str, str]]:
-    """The first different documents of a source, as (name, text).
+    """Different documents of a source, as (name, text).
 
     Args:
-        source: a name of the mixture (`gsm8k`, `squad`, `scbench:kv`, …), a text file or a folder of them, or the id
-            of a dataset, `owner/name` or `owner/name:config`.
-        limit: most documents to read.
+        source: a name of the mixture (`gsm8k`, `squad`, `scbench:kv`, …), a text file or a folder of them (also `.xz`
+            and `.gz`, documents separated by lines `<|endoftext|>`), or the id of a dataset, `owner/name` or
+            `owner/name:config`.
+        limit: most documents. Of files with more of them they are taken evenly spread, of datasets the first.
         split, column: of a dataset's id; by default "train" and what `load_dataset_texts` finds.
 
     Raises:
@@ -138,9 +145,12 @@ def read_documents(
     if name in _NAMED:
         return list(islice(_rows(name, _NAMED[name]), limit))
     if Path(source).exists():
-        return [(text.name, text.text) for text in load_texts([source])][:limit]
+        documents = list(text_documents(source))
+        if not documents:
+            raise ValueError(f"{name} holds no text")
+        return documents[:: max(1, len(documents) // limit)][:limit]
     if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) is None:
-        known = ", ".join((*(_NAMED), NEEDLES))
+        known = ", ".join((*(_NAMED), NEEDLES, *SYNTHETIC))
         raise FileNotFoundError(
             f"{name!r} is neither a file or folder, nor the id of a dataset (owner/name), nor one of: {known}"
         )
@@ -233,7 +243,7 @@ def needle_contexts(
     context_tokens: int = 8192,
     seed: int = 0,
 ) -> list[PairContext]:
-    """`count` pieces of a text with a hidden fact in each, at depths from the start to the end.
+    """`count` pieces of a text with one to four facts of `TRAINING_FACTS` hidden in each, at random depths.
 
     Raises:
         ValueError: no text to hide them in, or sizes out of range.
@@ -241,18 +251,31 @@ def needle_contexts(
     joined = "\n\n".join(text.strip() for text in haystack if text.strip())
     if not joined:
         raise ValueError("needles need a text to be hidden in")
-    joined = joined[: count * context_tokens * _CHARACTERS_A_TOKEN]
-    size = min(context_tokens, len(_encode(tokenizer, joined))) - _NEEDLE_TOKENS
+    ids = _encode(tokenizer, joined[: count * context_tokens * _CHARACTERS_A_TOKEN])
+    size = min(context_tokens, len(ids)) - _NEEDLE_TOKENS
     if size < 1:
         raise ValueError(
             f"needles need contexts of more than {_NEEDLE_TOKENS} tokens and a text as long; got "
             f"context_tokens={context_tokens}"
         )
-    trials = needle_trials(tokenizer, [joined], count, size, seed)
-    return [
-        PairContext(f"{NEEDLES}:{seed}:{number}", tuple(trial.body_ids[:context_tokens]))
-        for number, trial in enumerate(trials)
-    ]
+    contexts = []
+    for number in range(count):
+        rng = random.Random(f"training needles/{seed}/{number}")
+        needles = max(1, min(rng.randint(1, _MOST_NEEDLES), (context_tokens - LEAST_TOKENS) // (2 * _NEEDLE_TOKENS)))
+        length = min(size, context_tokens - needles * _NEEDLE_TOKENS)
+        start = rng.randint(0, len(ids) - length)
+        facts = rng.sample(TRAINING_FACTS, needles)
+        hidden = hide_needles(
+            tokenizer,
+            ids[start:],
+            context_tokens=length,
+            continuation_tokens=0,
+            depths=sorted(rng.random() for _ in facts),
+            subjects=[(fact, rng.choice(fact.keys)) for fact in facts],
+            rng=rng,
+        )
+        contexts.append(PairContext(f"{NEEDLES}:{seed}:{number}", hidden.body_ids[:context_tokens]))
+    return contexts
 
 
 def mixture_contexts(
@@ -267,15 +290,15 @@ def mixture_contexts(
     column: str | None = None,
     seed: int = 0,
 ) -> list[PairContext]:
-    """Contexts from several sources, as many from each.
+    """Contexts from several sources, as many from each, in turns.
 
     Args:
-        sources: what `read_documents` takes, and "needles".
+        sources: what `read_documents` takes, "needles", and the kinds of `synthetic_contexts`.
         count: most contexts from each source.
         context_tokens, join_tokens: see `cut_documents`.
         haystack: what needles are hidden in; by default the texts of the other source that has most of it.
         split, column: of datasets named by their id.
-        seed: of the needles.
+        seed: of the needles and of what else is made.
 
     Raises:
         FileNotFoundError, ImportError, ValueError: as `read_documents`; a source named twice; "needles" with nothing
@@ -289,21 +312,25 @@ def mixture_contexts(
     for name in names:
         if name in _NAMED:
             _need_datasets(name)
-    contexts: list[PairContext] = []
+    found: dict[str, list[PairContext]] = {name: [] for name in names}
     largest: list[str] = []
+    sizes = {"context_tokens": context_tokens, "join_tokens": join_tokens}
     for name in names:
-        if name == NEEDLES:
-            continue
-        # Short documents are joined, so more of them than contexts are read.
-        documents = read_documents(name, 16 * count, split=split, column=column)
-        largest = max(largest, [text for _, text in documents], key=lambda texts: sum(map(len, texts)))
-        contexts += cut_documents(tokenizer, documents, count, context_tokens=context_tokens, join_tokens=join_tokens)
+        if name in SYNTHETIC:
+            written = range(_DOCUMENTS_A_CONTEXT * count)
+            documents = [(f"{name}:{seed}:{number}", synthetic_document(name, seed, number)) for number in written]
+            found[name] = cut_documents(tokenizer, documents, count, **sizes)
+        elif name != NEEDLES:
+            # Short documents are joined, so more of them than contexts are read.
+            documents = read_documents(name, 16 * count, split=split, column=column)
+            largest = max(largest, [text for _, text in documents], key=lambda texts: sum(map(len, texts)))
+            found[name] = cut_documents(tokenizer, documents, count, **sizes)
     if NEEDLES in names:
         haystack = haystack or largest
         if not haystack:
             raise ValueError("needles need a text to be hidden in: name another source too, or give a haystack")
-        contexts += needle_contexts(tokenizer, haystack, count, context_tokens=context_tokens, seed=seed)
-    return contexts
+        found[NEEDLES] = needle_contexts(tokenizer, haystack, count, context_tokens=context_tokens, seed=seed)
+    return [context for turn in itertools.zip_longest(*found.values()) for context in turn if context is not None]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -348,6 +375,7 @@ def compute_pairs(
     settings: PairSettings | None = None,
     *,
     features: Features | None = None,
+    seconds: float | None = None,
     progress: bool = True,
 ) -> int:
     """Compute what is missing of `contexts` in a folder of pairs; of several processes each does its share.
@@ -357,6 +385,7 @@ def compute_pairs(
         proxy, target: causal language models in evaluation mode, on any device, that share `tokenizer`.
         contexts: see `mixture_contexts`.
         features: computes X of one context; by default `attention_features.proxy_features`.
+        seconds: begin no further context after so long; what is missing then is left to a later call.
         progress: show a progress bar.
 
     Returns:
@@ -393,8 +422,11 @@ def compute_pairs(
         desc="oracle pairs",
         disable=None if progress and state.is_main_process else True,
     )
+    begin, computed = time.monotonic(), 0
     with bar, closing(writer):  # what is whole is kept, whatever ends the loop
         for digest, context in mine:
+            if seconds is not None and time.monotonic() - begin >= seconds:
+                break
             ids = [*prompt.prefix, *context.ids]
             inputs = torch.tensor([ids], device=proxy.get_input_embeddings().weight.device)
             with torch.no_grad():
@@ -410,9 +442,10 @@ def compute_pairs(
                 "prefix_tokens": len(prompt.prefix),
             }
             writer.add(record, x.cpu(), y)
+            computed += 1
             bar.update(len(context.ids))
     state.wait_for_everyone()
-    return len(mine)
+    return computed
 
 
 def _header(proxy: PreTrainedModel, target: PreTrainedModel, settings: PairSettings) -> dict[str, Any]:
@@ -420,7 +453,7 @@ def _header(proxy: PreTrainedModel, target: PreTrainedModel, settings: PairSetti
     mapper: dict[str, Any] = {name: getattr(config, name) for name in _SIZES}
     for role, model in (("proxy", proxy), ("target", target)):
         mapper[f"{role}_fingerprint"] = embedding_fingerprint(model)
-        mapper[f"{role}_name"] = getattr(model, "name_or_path", "") or None
+        mapper[f"{role}_name"] = model_name(model)
     return {"format": _FORMAT, "mapper": mapper, "settings": settings.to_dict()}
 
 

@@ -11,6 +11,7 @@ are deterministic.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import json
@@ -23,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nearfar.configuration.configuration_axial_mapper import HybridAxialMapperConfig
+from nearfar.evaluation.card_data import Metric, card_data
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.modeling_axial_mapper import HybridAxialMapper, window_starts
 from nearfar.training.mapper_losses import MapperLoss, mass_reconstruction
@@ -54,7 +56,9 @@ __all__ = [
 LOG_NAME, PLOT_NAME, MODEL_NAME = "training.jsonl", "training.png", "model"
 _STATE_NAME = "training_state.pt"
 # Options that may differ where a run goes on.
-_FREE = ("epochs", "steps", "save_every", "log_every")
+_FREE = ("epochs", "steps", "seconds", "save_every", "log_every")
+# Share of a GPU's free memory that pairs may take to be held there.
+_RESIDENT_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,13 @@ class MapperTraining:
     Attributes:
         epochs: passes over the training contexts.
         steps: end after so many steps, if that is sooner.
+        seconds: end after so many seconds, those of an interrupted run included, if that is sooner.
         epoch_steps: steps of an epoch; None for what shows every crop once.
         batch_size: crops a step, of each process.
         learning_rate, weight_decay: of AdamW.
         warmup_steps: over which the learning rate grows linearly.
+        schedule: after it: "plateau" as below (the paper's), or "cosine" to zero at the end, whichever of steps and
+            seconds is nearer to its own; for short runs.
         plateau_factor, plateau_patience: the learning rate is multiplied by the factor when the validation loss has
             not improved for more than so many epochs.
         clip: largest norm of the gradient; 0 for no limit.
@@ -79,6 +86,7 @@ class MapperTraining:
         save_every: steps between checkpoints, a multiple of `log_every`, besides those after an epoch; None for these
             alone.
         bf16: autocast to bfloat16; weights are float32.
+        save_dtype: of the weights in `model/`; "bfloat16" takes half the room.
         loss: the terms and their weights.
 
     Raises:
@@ -87,11 +95,13 @@ class MapperTraining:
 
     epochs: int = 30
     steps: int | None = None
+    seconds: float | None = None
     epoch_steps: int | None = None
     batch_size: int = 8
     learning_rate: float = 2e-4
     weight_decay: float = 1e-4
     warmup_steps: int = 1000
+    schedule: Literal["plateau", "cosine"] = "plateau"
     plateau_factor: float = 0.5
     plateau_patience: int = 3
     clip: float = 1.0
@@ -102,6 +112,7 @@ class MapperTraining:
     log_every: int = 50
     save_every: int | None = 1000
     bf16: bool = False
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
     loss: MapperLoss = field(default_factory=MapperLoss)
 
     def __post_init__(self) -> None:
@@ -112,6 +123,12 @@ class MapperTraining:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"seconds must be above 0, got {self.seconds}")
+        if self.save_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"save_dtype must be 'float32' or 'bfloat16', got {self.save_dtype!r}")
+        if self.schedule not in ("plateau", "cosine"):
+            raise ValueError(f"schedule must be 'plateau' or 'cosine', got {self.schedule!r}")
         for name in ("weight_decay", "warmup_steps", "plateau_patience", "clip"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
@@ -178,13 +195,16 @@ class Plateau:
 class MapperBatch:
     """Crops of several layer pairs, padded to the longest.
 
+    Where a mapper reads all proxy layers at once, a crop has rows of all target layers: `targets = rows * L_l`,
+    otherwise `targets = rows`.
+
     Attributes:
-        features: `(rows, H_s, tokens)`, float32.
-        target: `(rows, H_l, tokens)`, float32.
+        features: `(rows, input channels, tokens)`, float32.
+        target: `(targets, H_l, tokens)`, float32.
         mask: `(rows, tokens)`, False at padding; None where there is none.
-        valid: `(rows, tokens)`, False where nothing is learned: padding and what stands before the text.
+        valid: `(targets, tokens)`, False where nothing is learned: padding and what stands before the text.
         layers: `(rows,)`, the place of each row's target layer among those scored.
-        thresholds: `(rows, ratios)`, see `MapperLoss`.
+        thresholds: `(targets, ratios)`, see `MapperLoss`.
     """
 
     features: Tensor
@@ -205,32 +225,86 @@ class MapperBatch:
         )
 
 
-# Context, place of the target layer, first token, tokens.
+# Context, place of the target layer (ALL_LAYERS for all of them), first token, tokens.
 Crop = tuple[int, int, int, int]
+ALL_LAYERS = -1
 
 
-def read_crops(pairs: MapperPairs, crops: Sequence[Crop], layer_pairs: Sequence[int], loss: MapperLoss) -> MapperBatch:
-    """The crops of a batch, from disk; `layer_pairs` as in the mapper's configuration."""
-    longest = max(length for *_, length in crops)
-    heads, scored = (pairs.mapper_fields[name] for name in ("proxy_num_heads", "target_num_heads"))
-    features = np.zeros((len(crops), heads, longest), np.float32)
-    target = np.zeros((len(crops), scored, longest), np.float32)
+class ResidentPairs:
+    """Pairs held whole on a device: nothing is read or sent while a mapper trains.
+
+    Args:
+        pairs: where they come from.
+        device: where they go.
+    """
+
+    def __init__(self, pairs: MapperPairs, device: torch.device) -> None:
+        self.contexts, self.mapper_fields, self.device = pairs.contexts, pairs.mapper_fields, device
+        self._features, self._scores = (
+            [torch.from_numpy(np.array(read(context))).to(device) for context in range(len(pairs))]
+            for read in (pairs.features, pairs.scores)
+        )
+        self._thresholds: dict[tuple[int, tuple[float, ...]], Tensor] = {}
+
+    @staticmethod
+    def nbytes(pairs: MapperPairs) -> int:
+        """What all pairs take."""
+        fields = pairs.mapper_fields
+        numbers = fields["proxy_num_layers"] * fields["proxy_num_heads"]
+        numbers += len(fields["target_layers"]) * fields["target_num_heads"]
+        tokens = sum(context.tokens for context in pairs.contexts)
+        return tokens * numbers * np.dtype(pairs.settings["storage"]).itemsize
+
+    def features(self, context: int) -> Tensor:
+        """See `MapperPairs.features`."""
+        return self._features[context]
+
+    def scores(self, context: int) -> Tensor:
+        """See `MapperPairs.scores`."""
+        return self._scores[context]
+
+    def thresholds(self, context: int, ratios: Sequence[float]) -> Tensor:
+        """See `MapperPairs.thresholds`."""
+        key = (context, tuple(ratios))
+        if key not in self._thresholds:
+            prefix = self.contexts[context].prefix_tokens
+            scores = self._scores[context][:, :, prefix:].flatten().float().sort(descending=True).values
+            places = [min(max(int(ratio * len(scores) + 0.5), 1), len(scores)) - 1 for ratio in ratios]
+            self._thresholds[key] = scores[places]
+        return self._thresholds[key]
+
+
+def read_crops(
+    pairs: MapperPairs | ResidentPairs, crops: Sequence[Crop], layer_pairs: Sequence[int], loss: MapperLoss
+) -> MapperBatch:
+    """The crops of a batch, from disk or from where pairs are held; `layer_pairs` as in the mapper's configuration."""
+    device = getattr(pairs, "device", torch.device("cpu"))
+    longest, prefixes = max(length for *_, length in crops), [pairs.contexts[crop[0]].prefix_tokens for crop in crops]
+    fields, together = pairs.mapper_fields, crops[0][1] == ALL_LAYERS
+    heads, scored = fields["proxy_num_heads"], fields["target_num_heads"]
+    per_crop = len(layer_pairs) if together else 1
+    if together:
+        heads *= fields["proxy_num_layers"]
+    features = torch.zeros(len(crops), heads, longest, device=device)
+    target = torch.zeros(len(crops), per_crop, scored, longest, device=device)
+    thresholds = torch.zeros(len(crops), len(loss.threshold_ratios), device=device)
     mask, valid = (np.zeros((len(crops), longest), bool) for _ in range(2))
-    thresholds = np.zeros((len(crops), len(loss.threshold_ratios)), np.float32)
     for row, (context, place, start, length) in enumerate(crops):
-        features[row, :, :length] = pairs.features(context)[layer_pairs[place], :, start : start + length]
-        target[row, :, :length] = pairs.scores(context)[place, :, start : start + length]
+        x, y = pairs.features(context)[..., start : start + length], pairs.scores(context)[..., start : start + length]
+        x, y = (x.reshape(heads, length), y) if together else (x[layer_pairs[place]], y[place][None])
+        features[row, :, :length] = torch.as_tensor(x) if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
+        target[row, :, :, :length] = torch.as_tensor(y) if isinstance(y, Tensor) else torch.from_numpy(np.array(y))
         mask[row, :length] = True
-        valid[row, max(0, pairs.contexts[context].prefix_tokens - start) : length] = True
+        valid[row, max(0, prefixes[row] - start) : length] = True
         if loss.scope == "context":
-            thresholds[row] = pairs.thresholds(context, loss.threshold_ratios)
+            thresholds[row] = torch.as_tensor(pairs.thresholds(context, loss.threshold_ratios))
     return MapperBatch(
-        features=torch.from_numpy(features),
-        target=torch.from_numpy(target),
+        features=features,
+        target=target.flatten(0, 1),
         mask=None if mask.all() else torch.from_numpy(mask),
-        valid=torch.from_numpy(valid),
+        valid=torch.from_numpy(valid).repeat_interleave(per_crop, 0),
         layers=torch.tensor([place for _, place, _, _ in crops]),
-        thresholds=torch.from_numpy(thresholds),
+        thresholds=thresholds.repeat_interleave(per_crop, 0),
     )
 
 
@@ -243,6 +317,8 @@ class _Objective(nn.Module):
 
     def forward(self, batch: MapperBatch) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.mapper(batch.features, batch.mask, batch.layers)
+        if logits.ndim == 4:  # all target layers of a crop
+            logits = logits.flatten(0, 1)
         total, terms = self.loss(logits.float(), batch.target, batch.valid, thresholds=batch.thresholds)
         return total, torch.stack([total.detach(), *terms.values()]), logits.detach()
 
@@ -285,7 +361,7 @@ class MapperTrainer:
             is_size = name.startswith(("proxy_num", "target_num")) or name == "target_layers"
             if is_size and getattr(config, name) != value:
                 raise ValueError(f"the mapper has {name} = {getattr(config, name)} and the pairs have {value}")
-        self.layer_pairs = config.layer_pairs
+        self.layer_pairs, self._together = config.layer_pairs, config.proxy_layers == "all"
         self.train_contexts, self.validation_contexts = pairs.split(self.options.validation, self.options.seed)
         self._items = self._list_items(self.train_contexts, config)
         self._validation = self._choose_validation(config)
@@ -293,6 +369,11 @@ class MapperTrainer:
         self.accelerator = Accelerator(cpu=cpu, mixed_precision="no")  # autocast is entered here
         self.device = self.accelerator.device
         self.mapper = mapper.to(self.device)
+        self._source: MapperPairs | ResidentPairs = pairs
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            if ResidentPairs.nbytes(pairs) <= _RESIDENT_SHARE * free:
+                self._source = ResidentPairs(pairs, self.device)
         self.objective: nn.Module = _Objective(self.mapper, self.options.loss)
         if self.accelerator.num_processes > 1:
             self.objective = self.accelerator.prepare_model(self.objective)
@@ -312,6 +393,7 @@ class MapperTrainer:
         weights = self.options.loss.to_dict()
         self.terms = [name for name in ("binary", "mse", "fine", "boundary", "cosine") if weights[name]]
         self.step, self.elapsed, self._clock = 0, 0.0, 0.0
+        self._passed = 0.0  # seconds, as all processes agree
         self.plateau = Plateau(self.options.plateau_factor, self.options.plateau_patience)
         self.best: dict[str, Any] = {"mass": -math.inf, "step": 0}
         # Sums of (loss, terms) since the last line and since the epoch began, and how many steps are in them.
@@ -327,17 +409,24 @@ class MapperTrainer:
         items = []
         for context in contexts:
             windows = len(self._windows(self.pairs.contexts[context].tokens, config)[0])
-            items += [(context, place) for place in range(len(self.layer_pairs)) for _ in range(windows)]
+            items += [(context, place) for place in self._places() for _ in range(windows)]
         return np.array(items, np.int64)
+
+    def _places(self) -> Sequence[int]:
+        """Target layers that crops are taken of, one by one or together."""
+        return [ALL_LAYERS] if self._together else range(len(self.layer_pairs))
 
     def _choose_validation(self, config: HybridAxialMapperConfig) -> list[Crop]:
         crops = []
         for context in self.validation_contexts:
             starts, length = self._windows(self.pairs.contexts[context].tokens, config)
-            crops += [(context, place, start, length) for start in starts for place in range(len(self.layer_pairs))]
-        if len(crops) > self.options.validation_crops:
+            crops += [(context, place, start, length) for start in starts for place in self._places()]
+        most = self.options.validation_crops
+        if self._together:  # each has all target layers
+            most = max(1, most // len(self.layer_pairs))
+        if len(crops) > most:
             generator = np.random.default_rng([self.options.seed, 0])
-            chosen = generator.choice(len(crops), self.options.validation_crops, replace=False)
+            chosen = generator.choice(len(crops), most, replace=False)
             crops = [crops[index] for index in sorted(chosen)]
         return crops
 
@@ -366,8 +455,12 @@ class MapperTrainer:
         """The batches from the current step on, read while the one before is worked on."""
 
         def read(step: int) -> MapperBatch:
-            return read_crops(self.pairs, self._crops(step), self.layer_pairs, self.options.loss)
+            return read_crops(self._source, self._crops(step), self.layer_pairs, self.options.loss)
 
+        if self._source is not self.pairs:  # there is nothing to wait for
+            for step in range(self.step, self.total_steps):
+                yield read(step)
+            return
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(read, self.step)
             for step in range(self.step + 1, self.total_steps + 1):
@@ -396,6 +489,7 @@ class MapperTrainer:
             self._load(Path(checkpoint))
         self._start_log()
         self._clock = time.perf_counter() - self.elapsed
+        self._passed = self.elapsed
         bar = tqdm(
             total=self.total_steps,
             initial=self.step,
@@ -412,6 +506,8 @@ class MapperTrainer:
                 self._learn(batch)
                 self.step += 1
                 bar.update()
+                if self._time_is_over():
+                    self.total_steps = self.step
                 if self.step % self.options.log_every == 0:
                     self._log(self._means(0, "step"), bar)
                 if self.step % self.epoch_steps == 0:
@@ -424,6 +520,8 @@ class MapperTrainer:
                     line = self._finish_epoch(bar)
                 elif self.options.save_every is not None and self.step % self.options.save_every == 0:
                     self.save_checkpoint()
+                if self.step == self.total_steps:
+                    break
         self.mapper.eval()
         lines = read_log(self.folder) if self.accelerator.is_main_process else []
         epochs = [entry for entry in lines if entry["kind"] == "epoch"]
@@ -439,8 +537,9 @@ class MapperTrainer:
     def _learn(self, batch: MapperBatch) -> None:
         self._seed(self.step, self.accelerator.process_index)
         warmup = min(1.0, (self.step + 1) / self.options.warmup_steps) if self.options.warmup_steps else 1.0
+        scale = self.plateau.scale if self.options.schedule == "plateau" else self._cosine()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.learning_rate * warmup * self.plateau.scale
+            group["lr"] = self.options.learning_rate * warmup * scale
         with self._autocast():
             loss, figures, _ = self.objective(batch.to(self.device))
         loss.backward()
@@ -450,6 +549,23 @@ class MapperTrainer:
         self.optimizer.zero_grad()
         self._sums += figures
         self._counts = [count + 1 for count in self._counts]
+
+    def _time_is_over(self) -> bool:
+        if self.options.seconds is None:
+            return False
+        self._passed = time.perf_counter() - self._clock
+        if self.accelerator.num_processes > 1:  # one that stopped alone would leave the others waiting
+            agreed = torch.tensor(self._passed, device=self.device)
+            torch.distributed.broadcast(agreed, 0)
+            self._passed = float(agreed)
+        return self._passed >= self.options.seconds
+
+    def _cosine(self) -> float:
+        """Of the learning rate, from 1 to 0."""
+        done = self.step / max(1, self.total_steps)
+        if self.options.seconds is not None:
+            done = max(done, self._passed / self.options.seconds)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.bf16)
@@ -510,7 +626,7 @@ class MapperTrainer:
         objective = _Objective(self.mapper, self.options.loss)
         for number, first in enumerate(range(0, len(mine), size)):
             crops = mine[first : first + size]
-            batch = read_crops(self.pairs, crops, self.layer_pairs, self.options.loss).to(self.device)
+            batch = read_crops(self._source, crops, self.layer_pairs, self.options.loss).to(self.device)
             self._seed(-1, number, self.accelerator.process_index)
             with self._autocast():
                 _, figures, logits = objective.eval()(batch)
@@ -570,7 +686,10 @@ class MapperTrainer:
         """The best weights so far, beside and then in their place."""
         if self.accelerator.is_main_process:
             with _replaced(self.folder / MODEL_NAME) as beside:
-                self.mapper.save_pretrained(beside)
+                saved = self.mapper
+                if self.options.save_dtype == "bfloat16":
+                    saved = copy.deepcopy(saved).bfloat16()
+                saved.save_pretrained(beside)
                 card = model_card(self.mapper.config, self.options, line)
                 (beside / "README.md").write_text(card, encoding="utf-8")
         self.accelerator.wait_for_everyone()
@@ -660,9 +779,13 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
 def model_card(config: HybridAxialMapperConfig, options: MapperTraining, line: dict[str, Any]) -> str:
     """README.md of a trained mapper."""
     mass = ", ".join(f"{value:.4f} at {ratio}" for ratio, value in line["mass_reconstruction"].items())
+    metrics = [
+        Metric("mass_reconstruction", value, "held-out contexts", f"mass reconstruction at {ratio}")
+        for ratio, value in line["mass_reconstruction"].items()
+    ]
+    data = card_data("HybridAxialMapper", ["proxykv", "custom_code"], metrics, pipeline_tag="feature-extraction")
     return f"""---
-library_name: transformers
-tags: [nearfar, proxykv]
+{data.to_yaml()}
 ---
 
 # HybridAxialMapper

@@ -36,7 +36,7 @@ from nearfar.modeling.atomic_file import write_beside
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SEPARATOR_LINE", "TokenBlocks", "load_token_blocks"]
+__all__ = ["SEPARATOR_LINE", "TokenBlocks", "load_token_blocks", "text_documents"]
 
 # A line of a plain text file that holds nothing else separates two documents.
 SEPARATOR_LINE = "<|endoftext|>"
@@ -185,6 +185,30 @@ def load_token_blocks(
             "smaller block_tokens"
         )
     return TokenBlocks(tokens, block_tokens)
+
+
+def text_documents(path: str | Path) -> Iterator[tuple[str, str]]:
+    """The documents of a text file or of a folder of them, as (name, text), read as they are asked for.
+
+    What `load_token_blocks` takes for files: text also as `.xz` or `.gz`, several documents in one with a line
+    `<|endoftext|>` between them. A file's first document bears its name, the others `name:number`.
+
+    Raises:
+        FileNotFoundError, ValueError: as there.
+    """
+    for source in _find_sources([path], "", "text"):
+        held: list[str] = []
+        number = 0
+        name = source.name.name if isinstance(source, _File) else source.name
+        for fragment in source.fragments(lambda count: None):
+            if fragment is not None:
+                held.append(fragment)
+                continue
+            text = "".join(held).strip()
+            held = []
+            if text:
+                yield (f"{name}:{number}" if number else name), text
+                number += 1
 
 
 def _check_block_tokens(block_tokens: int) -> None:

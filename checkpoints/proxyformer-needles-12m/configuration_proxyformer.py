@@ -71,6 +71,8 @@ class ProxyFormerConfig(RemoteCodeConfig, PreTrainedConfig):
         "AutoModel": "modeling_proxyformer.ProxyFormerModel",
         "AutoModelForCausalLM": "modeling_proxyformer.ProxyFormerForCausalLM",
     }
+    # Attention of both streams, and how the generation stream reads proxies.
+    adapter_targets: ClassVar[tuple[str, ...]] = ("q_proj", "v_proj", "proxy_k_proj", "proxy_v_proj")
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     vocab_size: int = 50257

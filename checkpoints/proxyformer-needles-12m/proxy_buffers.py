@@ -126,7 +126,6 @@ class RaggedBuffer:
         if self.data is not None:
             self.data = function(self.data)
 
-    @property
     def nbytes(self) -> int:
         """Bytes of the stored tensor, spare room included."""
         return 0 if self.data is None else self.data.nbytes

@@ -48,7 +48,14 @@ def read_rows(ids: torch.Tensor, mask: torch.Tensor | None, seen: int = 0, name:
         raise ValueError(
             f"{name} must have shape ({batch}, {columns}){cached}, one number a token, got {tuple(mask.shape)}."
         )
-    return _without_padding(ids, mask[:, mask.shape[1] - columns :].bool())
+    real = mask[:, mask.shape[1] - columns :].bool()
+    if torch.compiler.is_exporting():
+        # Without shapes that depend on values, columns stay as they are: right where all padding is on the right,
+        # since nothing reads what lies behind it.
+        right = (real[:, 1:] <= real[:, :-1]).all()
+        torch._assert_async(right, f"{name}: an exported ProxyFormer takes padding on the right alone")
+        return Rows(ids, [columns] * batch)
+    return _without_padding(ids, real)
 
 
 @torch.compiler.disable
@@ -107,7 +114,9 @@ class Grid:
         size = self.blocks * self.width
         if self.tokens is None:
             missing = size - sequence.shape[1]
-            return torch.nn.functional.pad(sequence, (0, missing)) if missing > 0 else sequence[:, :size]
+            if not torch.compiler.is_exporting() and missing <= 0:  # an exported graph serves all lengths alike
+                return sequence[:, :size]
+            return torch.nn.functional.pad(sequence, (0, missing))
         return sequence.gather(1, self.tokens)
 
 
@@ -206,3 +215,18 @@ def _needed_blocks(
             chosen = list(range(max(0, chosen[0] - margin), chosen[-1] + 1))
         found.append(chosen)
     return found
+
+
+def input_columns(hidden: torch.Tensor, grid: Grid | None, columns: int, wanted: torch.Tensor | None) -> torch.Tensor:
+    """Hidden states of the input's columns, from where they lie on the grid."""
+    places = None if grid is None else grid.places
+    if wanted is not None:
+        row, column = wanted.nonzero(as_tuple=True)
+        return hidden[row, column if places is None else places.expand(hidden.shape[0], -1)[row, column]]
+    if places is None:
+        if torch.compiler.is_exporting():  # no question of whether it is whole: the graph serves both
+            return hidden.index_select(1, torch.arange(columns, device=hidden.device))
+        # The tensor itself where it is whole, so that gradients of what is returned can be asked for.
+        return hidden if hidden.shape[1] == columns else hidden[:, :columns]
+    index = places.expand(hidden.shape[0], -1)[..., None].expand(-1, -1, hidden.shape[2])
+    return hidden.gather(1, index)

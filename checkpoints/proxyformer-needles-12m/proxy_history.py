@@ -168,7 +168,13 @@ class BorrowedAttention(CausalAttentionInteraction):
 
     @property
     def block(self) -> AttentionBlock:  # type: ignore[override]
-        return self._lender[0]
+        lender = self._lender[0]
+        if hasattr(lender.q_proj.weight, "full_tensor"):
+            raise ValueError(
+                "share_proxy_generation_weights=True: a history layer uses weights of a generation layer, which FSDP2 "
+                "has spread over the devices at that time. Train with DDP or DeepSpeed ZeRO-3, or without sharing."
+            )
+        return lender
 
 
 def compression_levels(config: Any, block: int) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:

@@ -88,7 +88,6 @@ class ReleasedFeatures:
         """Forget everything."""
         self._pieces = []
 
-    @property
     def nbytes(self) -> int:
         """Bytes that are held, wherever."""
         return sum(p.features.nbytes + (0 if p.scales is None else p.scales.nbytes) for p in self._pieces)

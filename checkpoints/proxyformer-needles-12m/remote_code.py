@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -43,9 +43,12 @@ class RemoteCodeConfig(_Base):
     Attributes:
         remote_classes: auto class -> `"file.Class"`, for instance `"AutoModel": "modeling_x.XModel"`. The file lies in
             the folder of the configuration's file or in the folder `modeling` beside that. Empty: nothing is added.
+        adapter_targets: names of the modules that peft's LoRA adapts where its configuration names none. peft looks
+            them up in a table by `model_type`, which knows transformers' own models.
     """
 
     remote_classes: ClassVar[Mapping[str, str]] = {}
+    adapter_targets: ClassVar[Sequence[str]] = ()
 
     def __post_init__(self, **kwargs: Any) -> None:
         if not _loaded_from_checkpoint(type(self)):
@@ -53,6 +56,16 @@ class RemoteCodeConfig(_Base):
             # is made from this configuration's values, and name files that are not there.
             kwargs.pop("auto_map", None)
         super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in `PreTrainedConfig`."""
+        # peft reads a model's configuration by this method right before it looks `model_type` up: the one moment at
+        # which peft is known to be loaded, whatever was imported first. Its import takes seconds, so nobody else does.
+        peft = sys.modules.get("peft.utils.constants")
+        if peft is not None and self.adapter_targets:
+            known = peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+            known.setdefault(self.model_type, list(self.adapter_targets))
+        return super().to_dict()
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any

@@ -1,0 +1,353 @@
+"""Runs of benchmarks: one model, one cache, many samples, one JSON file that an interrupted run goes on from.
+
+A file holds the settings, the machine, every sample's answers and figures, and a summary by task and length. A sample
+depends on its seed, task, length and number only, so that a command with more of them adds to the file. Results of
+other settings are never mixed with those in a file.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from nearfar.evaluation.answer_metrics import score_answer
+from nearfar.evaluation.comparison import aligned_table, decode_speed
+from nearfar.evaluation.context_reading import CacheChoice, ContextReader, ReadContext
+from nearfar.evaluation.machine import machine_report, synchronize
+from nearfar.evaluation.multi_needle import _fingerprint
+from nearfar.evaluation.perplexity import continuation_perplexity
+from nearfar.evaluation.task_samples import PromptFrame, Sample
+from nearfar.modeling.atomic_file import write_beside
+
+FORMAT = "nearfar benchmark run 1"
+_SAVE_SECONDS = 10.0
+# Figures of a sample that its group's summary gives the mean of.
+_MEANS = ("context_tokens", "kept_pairs", "cache_bytes", "prefill_seconds", "answer_seconds", "seconds_per_token")
+
+Item = tuple[str, Callable[[], dict[str, Any]]]
+
+
+@dataclass
+class BenchmarkRun:
+    """What was measured of one model with one cache.
+
+    Attributes:
+        benchmark: its name.
+        settings: what all samples have in common.
+        samples: by key (`task/length/number`), JSON-ready: `task`, `length`, `score` (0 to 1, in `perplexity` nats a
+            token, in `latency` None) and further figures.
+        record: further entries of the file (time, command, machine).
+    """
+
+    benchmark: str
+    settings: dict[str, Any]
+    samples: dict[str, dict[str, Any]] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The cache and its size, such as `snapkv 0.3`."""
+        settings = self.settings
+        sizes = [settings.get("budget"), settings.get("retention_ratio")]
+        size = next((f" {value:g}" for value in sizes if value is not None), "")
+        return f"{settings.get('cache', '?')}{size}"
+
+    def scores(self) -> list[dict[str, Any]]:
+        """One entry for each task and length: `score`, `count` of samples, and means of their figures.
+
+        A score is a mean in percent; of `perplexity`, exp of the mean of nats over tokens; of `latency` None.
+        """
+        groups: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
+        for sample in self.samples.values():
+            groups.setdefault((sample["task"], sample.get("length")), []).append(sample)
+        return [
+            {"task": task, "length": length, "count": len(group), **_summary(self.benchmark, group)}
+            for (task, length), group in groups.items()
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "format": FORMAT,
+            "benchmark": self.benchmark,
+            **self.record,
+            "settings": self.settings,
+            "scores": self.scores(),
+            "samples": self.samples,
+        }
+
+    def write(self, path: str | Path) -> Path:
+        """As JSON; written beside, then renamed."""
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
+        return write_beside(path, lambda file: file.write_text(text + "\n", encoding="utf-8"))
+
+    @classmethod
+    def from_dict(cls, data: Any) -> BenchmarkRun:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: this is no run.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError("not a run of a benchmark")
+        kept = ("format", "benchmark", "settings", "scores", "samples")
+        try:
+            record = {key: value for key, value in data.items() if key not in kept}
+            return cls(str(data["benchmark"]), dict(data["settings"]), dict(data["samples"]), record)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"a damaged run: {type(error).__name__} {error}") from None
+
+    @classmethod
+    def read(cls, path: str | Path) -> BenchmarkRun:
+        """What `write` wrote.
+
+        Raises:
+            ValueError: the file is something else.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (UnicodeDecodeError, ValueError) as error:  # JSON errors are ValueErrors
+            raise ValueError(f"{path}: {error}") from None
+
+    def table(self) -> str:
+        """One line for each task and length, in plain text."""
+        rows = []
+        for entry in self.scores():
+            speed = entry.get("seconds_per_token")
+            rows.append(
+                [
+                    entry["task"],
+                    "–" if entry["length"] is None else f"{entry['length']:,}",
+                    str(entry["count"]),
+                    "–" if entry["score"] is None else f"{entry['score']:.2f}",
+                    _shown(entry.get("kept_pairs"), ",.0f"),
+                    _shown(_mega(entry.get("cache_bytes")), ",.2f"),
+                    _shown(entry.get("prefill_seconds"), ".2f"),
+                    _shown(entry.get("answer_seconds") if speed is None else 1000 * speed, ".2f"),
+                ]
+            )
+        last = "ms/token" if self.benchmark == "latency" else "answer s"
+        header = ["task", "tokens", "samples", "score", "pairs", "MB", "prefill s", last]
+        return aligned_table(header, rows)
+
+
+def _summary(benchmark: str, group: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    summary: dict[str, Any] = {"score": None}
+    if benchmark == "perplexity":
+        tokens = sum(sample["tokens"] for sample in group)
+        nats = sum(sample["score"] * sample["tokens"] for sample in group) / tokens
+        summary["score"] = math.exp(min(nats, 700.0))
+        summary["tokens"] = tokens
+    elif benchmark != "latency":
+        summary["score"] = 100 * sum(sample["score"] for sample in group) / len(group)
+    for name in _MEANS:
+        values = [sample[name] for sample in group if sample.get(name) is not None]
+        if values:
+            # Times of a shared machine have outliers.
+            mean = statistics.median if benchmark == "latency" else statistics.fmean
+            summary[name] = mean(values)
+    return summary
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _mega(value: float | None) -> float | None:
+    return None if value is None else value / 1e6
+
+
+def higher_is_better(benchmark: str) -> bool:
+    """Of its score."""
+    return benchmark != "perplexity"
+
+
+def run_file_name(benchmark: str, choice: CacheChoice) -> str:
+    """Where the run with one cache is kept inside its command's folder."""
+    return f"{benchmark}-{choice.label.replace(' ', '-')}.json"
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def open_run(
+    benchmark: str,
+    reader: ContextReader,
+    settings: dict[str, Any],
+    *,
+    model_name: str = "",
+    path: str | Path | None = None,
+    restart: bool = False,
+    record: dict[str, Any] | None = None,
+) -> BenchmarkRun:
+    """A new run, or the one in the file, if it was measured under the same settings.
+
+    Args:
+        settings: further ones than the model and its cache.
+        record: further entries of the file.
+
+    Raises:
+        ValueError: the file is something else, or a run with other settings.
+    """
+    model = reader.model
+    settings = {
+        "model": model_name,
+        "weights": _fingerprint(model),
+        "dtype": str(model.get_input_embeddings().weight.dtype).removeprefix("torch."),
+        **reader.choice.settings(),
+        **settings,
+    }
+    settings = json.loads(json.dumps(settings))  # as a file gives it back
+    run = BenchmarkRun(benchmark, settings)
+    if path is not None and not restart and Path(path).exists():
+        run = BenchmarkRun.read(path)
+        names = {*settings, *run.settings}
+        differing = sorted(name for name in names if run.settings.get(name) != settings.get(name))
+        if run.benchmark != benchmark:
+            raise ValueError(f"{path} holds a run of {run.benchmark}, not of {benchmark}")
+        if differing:
+            name = differing[0]
+            raise ValueError(
+                f"{path} holds results with another {', another '.join(differing)} ({name}: "
+                f"{run.settings.get(name)!r} there, {settings.get(name)!r} now); write elsewhere, or restart to "
+                "replace it"
+            )
+    run.record = {
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **(record or {}),
+        "machine": machine_report(reader.device),
+    }
+    return run
+
+
+def run_items(
+    run: BenchmarkRun, items: Iterable[Item], path: str | Path | None = None, *, progress: bool = True
+) -> BenchmarkRun:
+    """Measure what is not in the run yet, and save while doing so, also when interrupted.
+
+    Args:
+        items: a sample's key, and what measures it.
+    """
+    todo = [(key, measure) for key, measure in items if key not in run.samples]
+    saved = time.monotonic()
+    try:
+        with tqdm(total=len(todo), unit="sample", dynamic_ncols=True, disable=None if progress else True) as bar:
+            for key, measure in todo:
+                bar.set_description(f"{run.label}: {key}", refresh=False)
+                run.samples[key] = measure()
+                bar.update()
+                if path is not None and time.monotonic() - saved > _SAVE_SECONDS:
+                    run.write(path)
+                    saved = time.monotonic()
+    finally:
+        if path is not None:
+            run.write(path)
+    return run
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+def measure_answers(
+    reader: ContextReader,
+    frame: PromptFrame,
+    sample: Sample,
+    *,
+    question_seen: bool = False,
+    max_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Read one sample's context, ask its questions, and judge the answers.
+
+    Args:
+        question_seen: read each question together with the context, before anything is evicted; the context is then
+            read once for every question. Otherwise a question comes after the context has been compressed.
+        max_tokens: cut so much out of the context's middle that prompt and answer fit.
+
+    Returns:
+        The sample's entry in a `BenchmarkRun`; its score is the mean over questions.
+    """
+    ids = frame.context_ids(sample) if max_tokens is None else frame.shortened(sample, max_tokens)
+    read: ReadContext | None = None
+    asked: list[dict[str, Any]] = []
+    prefill, answering, new_tokens = 0.0, 0.0, 0
+    pairs: list[int | None] = []
+    sizes: list[int] = []
+    for question in sample.questions:
+        question_ids = frame.question_ids(sample, question)
+        if question_seen:
+            read, question_ids = reader.read([*ids, *question_ids]), []
+        elif read is None:
+            read = reader.read(ids, logits=False)
+        if question_seen or not asked:
+            prefill += read.seconds
+            pairs.append(read.kept_pairs())
+            sizes.append(read.nbytes())
+        synchronize(reader.device)
+        start = time.perf_counter()
+        written = reader.answer(read, question_ids, question.max_new_tokens, one_line=question.one_line)
+        synchronize(reader.device)
+        answering += time.perf_counter() - start
+        new_tokens += len(written)
+        prediction = reader.tokenizer.decode(written, skip_special_tokens=True)
+        entry: dict[str, Any] = {"prediction": prediction, "answers": list(question.answers)}
+        if question.part:
+            entry["part"] = question.part
+        asked.append({**entry, "metric": question.metric, "score": score_answer(prediction, question)})
+    known = [value for value in pairs if value is not None]
+    return {
+        "task": sample.task,
+        "length": sample.length,
+        "score": statistics.fmean(entry["score"] for entry in asked),
+        "context_tokens": len(ids),
+        "kept_pairs": statistics.fmean(known) if known else None,
+        "cache_bytes": statistics.fmean(sizes),
+        "prefill_seconds": prefill / len(sizes),
+        "answer_seconds": answering / len(asked),
+        "new_tokens": new_tokens,
+        "questions": asked,
+    }
+
+
+def measure_perplexity(
+    reader: ContextReader, context_ids: Sequence[int], continuation_ids: Sequence[int]
+) -> dict[str, Any]:
+    """Nats a token of a continuation, given the compressed context; its first token is read and not scored."""
+    read = reader.read(context_ids, logits=False)
+    found = continuation_perplexity(reader.model, read.cache, continuation_ids)
+    return {
+        "task": "perplexity",
+        "length": len(context_ids),
+        "score": found.nats,
+        "tokens": found.tokens,
+        "context_tokens": len(context_ids),
+        "kept_pairs": read.kept_pairs(),
+        "cache_bytes": read.nbytes(),
+        "prefill_seconds": read.seconds,
+    }
+
+
+def measure_latency(reader: ContextReader, context_ids: Sequence[int], decode_tokens: int) -> dict[str, Any]:
+    """Seconds of a prefill and of a token of greedy decoding at batch 1, and what the cache holds in between."""
+    read = reader.read(context_ids)
+    assert read.logits is not None
+    pairs, nbytes = read.kept_pairs(), read.nbytes()
+    return {
+        "task": "latency",
+        "length": len(context_ids),
+        "score": None,
+        "context_tokens": len(context_ids),
+        "kept_pairs": pairs,
+        "cache_bytes": nbytes,
+        "prefill_seconds": read.seconds,
+        "seconds_per_token": 1 / decode_speed(reader.model, read.cache, read.logits, decode_tokens),
+        "new_tokens": decode_tokens,
+    }

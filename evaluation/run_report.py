@@ -1,0 +1,445 @@
+"""A report on runs of benchmarks: score against retention ratio, score against time, heat maps, a Markdown table.
+
+Runs of different models or benchmarks never share a chart, and neither do those whose settings differ in anything but
+the cache. Averages are over the tasks and lengths that all runs of a chart have; the report says how many those are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearfar.evaluation.benchmark_runs import FORMAT, BenchmarkRun, higher_is_better
+from nearfar.evaluation.comparison import _COLORS, _MARKERS
+from nearfar.evaluation.context_reading import FULL, cache_label
+from nearfar.evaluation.multi_needle import NeedleResults, short_length, write_heat_map
+from nearfar.modeling.atomic_file import write_beside
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Cell = tuple[str, int | None]
+# Settings that may differ inside a chart.
+_CACHE_SETTINGS = ("cache", "budget", "retention_ratio", "cache_options")
+
+
+@dataclass
+class FoundRuns:
+    """What lies below a folder.
+
+    Attributes:
+        runs: (file, run), sorted by file.
+        needles: results of `nearfar eval needles`.
+        skipped: (file, why) of JSON files that are damaged runs.
+    """
+
+    runs: list[tuple[Path, BenchmarkRun]] = field(default_factory=list)
+    needles: list[tuple[Path, NeedleResults]] = field(default_factory=list)
+    skipped: list[tuple[Path, str]] = field(default_factory=list)
+
+
+def find_runs(folder: str | Path) -> FoundRuns:
+    """All runs below a folder; JSON files that are something else are passed over."""
+    found = FoundRuns()
+    for path in sorted(Path(folder).rglob("*.json")):
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            found.skipped.append((path, f"not JSON ({error})"))
+            continue
+        if not isinstance(data, dict):
+            continue
+        try:
+            if data.get("format") == FORMAT:
+                run = BenchmarkRun.from_dict(data)
+                run.scores()  # damaged samples are told here
+                found.runs.append((path, run))
+            elif path.name == "needles.json" and "lengths" in data:
+                found.needles.append((path, NeedleResults.from_dict(data)))
+        except (ValueError, KeyError, TypeError) as error:
+            found.skipped.append((path, f"{type(error).__name__}: {error}"))
+    return found
+
+
+@dataclass
+class Comparison:
+    """Runs of one benchmark and one model that differ in their caches only.
+
+    Attributes:
+        name: for files.
+        benchmark, model: what they have in common.
+        runs: full caches first, then by name and size.
+        cells: (task, length) that all runs with samples have.
+    """
+
+    name: str
+    benchmark: str
+    model: str
+    runs: list[BenchmarkRun]
+    cells: list[Cell]
+
+    @property
+    def title(self) -> str:
+        return f"{self.benchmark}, {Path(self.model).name}"
+
+    def entries(self, run: BenchmarkRun) -> dict[Cell, dict[str, Any]]:
+        return {(entry["task"], entry["length"]): entry for entry in run.scores()}
+
+    def average(self, run: BenchmarkRun, what: str = "score") -> float | None:
+        """Over the cells that all have; of perplexity the geometric mean."""
+        values = [self.entries(run)[cell].get(what) for cell in self.cells]
+        known = [value for value in values if value is not None]
+        if not known:
+            return None
+        if self.benchmark == "perplexity" and what == "score":
+            return statistics.geometric_mean(known)
+        return statistics.fmean(known)
+
+    def seconds(self, run: BenchmarkRun) -> float | None:
+        """Prefill and answer of a sample, on average."""
+        parts = [self.average(run, name) for name in ("prefill_seconds", "answer_seconds")]
+        known = [part for part in parts if part is not None]
+        return sum(known) if known else None
+
+
+def compare(runs: Sequence[BenchmarkRun]) -> list[Comparison]:
+    """The runs, sorted into comparisons."""
+    groups: dict[str, list[BenchmarkRun]] = {}
+    for run in runs:
+        if run.samples:
+            common = {name: value for name, value in run.settings.items() if name not in _CACHE_SETTINGS}
+            groups.setdefault(json.dumps([run.benchmark, common], sort_keys=True), []).append(run)
+    comparisons: list[Comparison] = []
+    for group in groups.values():
+        group = sorted(group, key=_order)
+        shared = [
+            [(entry["task"], entry["length"]) for entry in run.scores()]
+            for run in group
+        ]  # fmt: skip
+        cells = [cell for cell in shared[0] if all(cell in others for others in shared)]
+        model = str(group[0].settings.get("model") or "model")
+        name = f"{group[0].benchmark}-{_file_name(model)}"
+        taken = sum(other.name == name or other.name.startswith(f"{name}-") for other in comparisons)
+        name = f"{name}-{taken + 1}" if taken else name
+        comparisons.append(Comparison(name, group[0].benchmark, model, group, cells))
+    return comparisons
+
+
+def _order(run: BenchmarkRun) -> tuple[Any, ...]:
+    name = str(run.settings.get("cache"))
+    return (name != FULL, name, run.settings.get("budget") or 0, run.settings.get("retention_ratio") or 0.0)
+
+
+def _file_name(model: str) -> str:
+    kept = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in Path(model).name)
+    return kept.strip("-.") or "model"
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_report(found: FoundRuns, out: str | Path, *, command: str = "") -> list[Path]:
+    """`report.md` and its charts, each written beside and renamed.
+
+    Returns:
+        The files, the Markdown first.
+
+    Raises:
+        ValueError: there is nothing to report on.
+        ImportError: matplotlib is missing.
+    """
+    out = Path(out)
+    comparisons = compare([run for _, run in found.runs])
+    if not comparisons and not found.needles:
+        raise ValueError("no runs were found: `nearfar eval` writes them")
+    lines, files = ["# Report", ""], []
+    if command:
+        lines += [f"`{command}`", ""]
+    for comparison in comparisons:
+        lines += [f"## {comparison.title}", "", *_notes(comparison), "", *_table(comparison), ""]
+        for kind, draw in _charts(comparison):
+            path = out / f"{comparison.name}-{kind}.png"
+            files.append(_save(draw(comparison), path))
+            lines += [f"![{comparison.title}: {kind.replace('-', ' ')}]({path.name})", ""]
+    for index, (source, needles) in enumerate(found.needles):
+        model = str(needles.settings.get("model") or "model")
+        path = out / f"needles-{_file_name(model)}{f'-{index + 1}' if index else ''}.png"
+        title = f"{Path(model).name}: {needles.settings.get('needles')} needles a document"
+        files.append(write_heat_map(path, needles, title))
+        lines += [f"## needles, {Path(model).name}", "", f"From `{source.name}`.", ""]
+        lines += ["```", needles.table(), "```", "", f"![{title}]({path.name})", ""]
+    text = "\n".join(lines)
+    report = write_beside(out / "report.md", lambda file: file.write_text(text, encoding="utf-8"))
+    return [report, *files]
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    return write_beside(path, lambda file: figure.savefig(file, dpi=150, format="png"))
+
+
+def _charts(comparison: Comparison) -> Iterator[tuple[str, Callable[[Comparison], Figure]]]:
+    scored = comparison.benchmark != "latency"
+    ratios = any(run.settings.get("retention_ratio") is not None for run in comparison.runs)
+    if scored and comparison.cells:
+        if ratios:
+            yield "score-ratio", draw_score_against_ratio
+        if all(comparison.seconds(run) is not None for run in comparison.runs):
+            yield "score-time", draw_score_against_time
+        yield "heat-map", draw_task_heat_map
+    if not scored:
+        yield "time", draw_latency
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    machines = sorted({str(run.record.get("machine", {}).get("device", "?")) for run in comparison.runs})
+    dtypes = sorted({str(run.settings.get("dtype")) for run in comparison.runs})
+    lines = [f"{len(comparison.runs)} runs in {', '.join(dtypes)} on {', '.join(machines)}."]
+    every = {cell for run in comparison.runs for cell in comparison.entries(run)}
+    if len(every) > len(comparison.cells):
+        lines.append(f"Averages are over the {len(comparison.cells)} of {len(every)} tasks and lengths that all have.")
+    counts = {
+        count["count"] for run in comparison.runs for cell, count in comparison.entries(run).items()
+        if cell in comparison.cells
+    }  # fmt: skip
+    if counts:
+        least, most = min(counts), max(counts)
+        number = str(least) if least == most else f"{least} to {most}"
+        lines.append(f"Samples of each task and length: {number}.")
+        if least != most:
+            lines.append("**Runs with different numbers of samples are compared.**")
+    return lines
+
+
+def _table(comparison: Comparison) -> list[str]:
+    """Tasks down, runs across; below, averages and costs."""
+    lengths = {length for _, length in comparison.cells}
+    header = ["task", *(run.label for run in comparison.runs)]
+    rows = []
+    if comparison.benchmark != "latency":
+        for task, length in _in_order([cell for run in comparison.runs for cell in comparison.entries(run)]):
+            name = task if len(lengths) < 2 or length is None else f"{task}, {short_length(length)}"
+            values = [comparison.entries(run).get((task, length), {}).get("score") for run in comparison.runs]
+            rows.append(
+                [name, *(_number(value, ".1f" if value is None or value < 1000 else ".3g") for value in values)]
+            )
+        if len(comparison.cells) > 1:
+            rows.append(
+                ["**average**", *(_number(comparison.average(run), ".1f", bold=True) for run in comparison.runs)]
+            )
+    for name, what, scale, form in (
+        ("pairs kept", "kept_pairs", 1.0, ",.0f"),
+        ("cache, MB", "cache_bytes", 1e-6, ",.2f"),
+        ("prefill, s", "prefill_seconds", 1.0, ".3f"),
+        ("answer, s", "answer_seconds", 1.0, ".3f"),
+        ("decode, ms/token", "seconds_per_token", 1e3, ".2f"),
+    ):
+        for length in sorted(lengths, key=lambda n: n or 0) if comparison.benchmark == "latency" else [None]:
+            label = name if length is None else f"{name}, {short_length(length)}"
+            values = [_cost(comparison, run, what, length) for run in comparison.runs]
+            if any(value is not None for value in values):
+                scaled = [None if value is None else scale * value for value in values]
+                rows.append([label, *(_number(value, form) for value in scaled)])
+    rule = ["---", *("---:" for _ in comparison.runs)]
+    return [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
+
+
+def _cost(comparison: Comparison, run: BenchmarkRun, what: str, length: int | None) -> float | None:
+    if length is None:
+        return comparison.average(run, what)
+    values = [entry.get(what) for cell, entry in comparison.entries(run).items() if cell[1] == length]
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _in_order(cells: Sequence[Cell]) -> list[Cell]:
+    """Tasks as they come, each by length."""
+    tasks = list(dict.fromkeys(task for task, _ in cells))
+    return sorted(dict.fromkeys(cells), key=lambda cell: (tasks.index(cell[0]), cell[1] or 0))
+
+
+def _number(value: float | None, form: str, bold: bool = False) -> str:
+    text = "–" if value is None else format(value, form)
+    return f"**{text}**" if bold and value is not None else text
+
+
+# --- charts ----------------------------------------------------------------------------------------------------------
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing a report needs matplotlib: pip install 'nearfar[eval]'") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _caches(comparison: Comparison) -> dict[str, list[BenchmarkRun]]:
+    """Runs that are points of one line: those of a cache with the same options."""
+    lines: dict[str, list[BenchmarkRun]] = {}
+    for run in comparison.runs:
+        name = str(run.settings.get("cache"))
+        options = run.settings.get("cache_options") or {}
+        shown = ", ".join(f"{key}={value}" for key, value in options.items())
+        label = cache_label(name) + (f" ({shown})" if shown else "")
+        lines.setdefault(label, []).append(run)
+    return lines
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {"color": _COLORS[index % len(_COLORS)], "marker": _MARKERS[index % len(_MARKERS)]}
+
+
+def _score_label(comparison: Comparison) -> str:
+    return "score, %" if higher_is_better(comparison.benchmark) else "perplexity (lower is better)"
+
+
+def draw_score_against_ratio(comparison: Comparison) -> Figure:
+    """The average and each task by the share of pairs kept; a full cache is a dashed line."""
+    tasks = list(dict.fromkeys(task for task, _ in comparison.cells))
+    panels: list[str | None] = [None, *(tasks if len(tasks) > 1 else [])]
+    columns = min(4, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = _figure(3.1 * columns + 0.8 * (columns == 1), 2.4 * rows + 0.9)
+    figure.suptitle(comparison.title, fontsize=11)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    lines = _caches(comparison)
+    handles: dict[str, Any] = {}
+    for index, axis in enumerate(axes.flat):
+        if index >= len(panels):
+            axis.set_visible(False)
+            continue
+        task = panels[index]
+        for number, (label, runs) in enumerate(lines.items()):
+            points = []
+            for run in runs:
+                score = _task_score(comparison, run, task)
+                if run.settings.get("cache") == FULL and score is not None:
+                    handles[label] = axis.axhline(score, color="#222222", linestyle="--", linewidth=1.2)
+                elif run.settings.get("retention_ratio") is not None and score is not None:
+                    points.append((run.settings["retention_ratio"], score))
+            if points:
+                handles[label] = axis.plot(*zip(*sorted(points), strict=True), **_style(number), markersize=5)[0]
+        axis.set_title("average" if task is None else task, fontsize=9)
+        _score_axis(comparison, axis)
+        axis.set_xlim(0, 1.02)
+    for axis in axes[:, 0]:
+        axis.set_ylabel(_score_label(comparison), fontsize=8)
+    for axis in axes[-1]:
+        axis.set_xlabel("retention ratio", fontsize=8)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)), fontsize=8,
+                  frameon=False)  # fmt: skip
+    return figure
+
+
+def _task_score(comparison: Comparison, run: BenchmarkRun, task: str | None) -> float | None:
+    if task is None:
+        return comparison.average(run)
+    cells = [cell for cell in comparison.cells if cell[0] == task]
+    scores = [comparison.entries(run)[cell]["score"] for cell in cells]
+    known = [score for score in scores if score is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _score_axis(comparison: Comparison, axis: Axes) -> None:
+    axis.grid(alpha=0.25)
+    axis.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    if higher_is_better(comparison.benchmark):
+        axis.set_ylim(-4, 104)
+
+
+def draw_score_against_time(comparison: Comparison) -> Figure:
+    """The average score by seconds of prefill and answer; the ratio or budget stands beside each point."""
+    figure = _figure(5.6, 4.2)
+    axis = figure.subplots()
+    for number, (label, runs) in enumerate(_caches(comparison).items()):
+        points = []
+        for run in runs:
+            seconds, score = comparison.seconds(run), comparison.average(run)
+            if seconds is not None and score is not None:
+                size = run.settings.get("retention_ratio") or run.settings.get("budget")
+                points.append((seconds, score, "" if size is None else f"{size:g}"))
+        if not points:
+            continue
+        # In the order of sizes, not of times.
+        axis.plot([p[0] for p in points], [p[1] for p in points], **_style(number), linewidth=1, label=label)
+        for seconds, score, text in points:
+            axis.annotate(text, (seconds, score), textcoords="offset points", xytext=(5, 5), fontsize=7)
+    axis.set_title(comparison.title, fontsize=10)
+    axis.set_xlabel("seconds a sample: prefill and answer", fontsize=9)
+    axis.set_ylabel(_score_label(comparison), fontsize=9)
+    _score_axis(comparison, axis)
+    axis.margins(x=0.12)
+    axis.set_xlim(left=0)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def draw_task_heat_map(comparison: Comparison) -> Figure:
+    """Tasks (and lengths) by runs, each cell with its score."""
+    cells = _in_order(comparison.cells)
+    lengths = {length for _, length in cells}
+    names = [task if len(lengths) < 2 or n is None else f"{task}, {short_length(n)}" for task, n in cells]
+    values = [
+        [math.nan if (score := comparison.entries(run)[cell]["score"]) is None else score for run in comparison.runs]
+        for cell in cells
+    ]
+    figure = _figure(2.8 + 0.62 * len(comparison.runs), 1.9 + 0.3 * len(cells))
+    axis = figure.subplots()
+    flat = [value for row in values for value in row if not math.isnan(value)]
+    better = higher_is_better(comparison.benchmark)
+    low, high = (0.0, 100.0) if better else (min(flat), max(flat) + 1e-9)
+    image = axis.imshow(values, cmap="viridis" if better else "viridis_r", vmin=low, vmax=high, aspect="auto",
+                        interpolation="nearest")  # fmt: skip
+    for row, line in enumerate(values):
+        for column, value in enumerate(line):
+            share = (value - low) / (high - low)
+            dark = share < 0.6 if better else share > 0.4
+            text = "–" if math.isnan(value) else f"{value:.0f}" if better else f"{value:.1f}"
+            axis.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    axis.set_xticks(range(len(comparison.runs)), [run.label for run in comparison.runs], rotation=40, ha="right",
+                    fontsize=8)  # fmt: skip
+    axis.set_yticks(range(len(cells)), names, fontsize=8)
+    axis.set_title(comparison.title, fontsize=10)
+    figure.colorbar(image, ax=axis).set_label(_score_label(comparison), fontsize=8)
+    return figure
+
+
+def draw_latency(comparison: Comparison) -> Figure:
+    """Prefill, decoding and bytes by context length, a line for each run."""
+    figure = _figure(10.0, 3.9)
+    figure.suptitle(comparison.title, fontsize=11)
+    panels = (
+        ("prefill, s", "prefill_seconds", 1.0),
+        ("decoding, ms a token", "seconds_per_token", 1e3),
+        ("cache, MB", "cache_bytes", 1e-6),
+    )
+    handles: dict[str, Any] = {}
+    for axis, (label, what, scale) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for color, runs in enumerate(_caches(comparison).values()):
+            for number, run in enumerate(runs):  # one colour a cache, one marker and dash a size
+                points = [(e["length"], scale * e[what]) for e in run.scores() if e.get(what) is not None]
+                if points:
+                    style = {**_style(color), "marker": _MARKERS[number % len(_MARKERS)]}
+                    style["linestyle"] = ("-", "--", ":", "-.")[number % 4]
+                    handles[run.label] = axis.plot(*zip(*sorted(points), strict=True), **style, markersize=5)[0]
+        axis.set_title(label, fontsize=9)
+        axis.grid(alpha=0.25)
+        axis.tick_params(labelsize=8)
+        axis.set_ylim(bottom=0)
+        axis.set_xlim(left=0)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+        axis.set_xlabel("tokens of context", fontsize=8)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    return figure

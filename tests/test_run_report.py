@@ -1,0 +1,177 @@
+"""Reports: what is compared with what, averages over what all have, charts that hold the figures, damaged files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_texts import english, save_tiny_checkpoint
+
+from nearfar import cli
+from nearfar.evaluation.benchmark_runs import BenchmarkRun
+from nearfar.evaluation.run_report import (
+    compare,
+    draw_latency,
+    draw_score_against_ratio,
+    draw_score_against_time,
+    draw_task_heat_map,
+    find_runs,
+    write_report,
+)
+
+pytest.importorskip("matplotlib")
+
+CACHES = (("full", None), *((name, ratio) for name in ("snapkv", "kvzip") for ratio in (0.1, 0.3, 0.5)))
+
+
+def made_up(
+    cache: str, ratio: float | None, *, benchmark: str = "ruler", model: str = "my/model", tasks: int = 3,
+    lengths: tuple[int | None, ...] = (1024,), **settings: Any,
+) -> BenchmarkRun:  # fmt: skip
+    """Scores that follow from the arguments: 1 for a full cache, ratio of SnapKV, a little more of KVzip."""
+    score = 1.0 if ratio is None else ratio if cache == "snapkv" else min(1.0, ratio + 0.25)
+    samples = {}
+    for task in range(tasks):
+        for length in lengths:
+            for number in range(2):
+                name = f"task_{task}"
+                samples[f"{name}/{length}/{number}"] = {
+                    "task": name,
+                    "length": length,
+                    "score": None if benchmark == "latency" else max(0.0, score - 0.1 * task),
+                    "tokens": 10,
+                    "kept_pairs": 1000 * (ratio or 1.0),
+                    "cache_bytes": 4e6 * (ratio or 1.0),
+                    "prefill_seconds": (2.0 if cache == "kvzip" else 1.0) * (length or 1000) / 1000,
+                    "answer_seconds": 0.5 + (ratio or 1.0),
+                    **({"seconds_per_token": 0.01 * (1 + (ratio or 1.0))} if benchmark == "latency" else {}),
+                }
+    common = {"model": model, "dtype": "float32", "seed": 0}
+    sizes = {"cache": cache, "budget": None, "retention_ratio": ratio, "cache_options": {}}
+    record = {"machine": {"device": "cpu"}}
+    return BenchmarkRun(benchmark, {**common, **sizes, **settings}, samples, record)
+
+
+def all_runs(**changes: Any) -> list[BenchmarkRun]:
+    return [made_up(cache, ratio, **changes) for cache, ratio in CACHES]
+
+
+def test_runs_are_compared_where_only_the_cache_differs() -> None:
+    runs = [*all_runs(), *all_runs(model="other"), *all_runs(seed=1), *all_runs(benchmark="latency")]
+    found = compare(list(reversed(runs)))
+    assert sorted(comparison.name for comparison in found) == [
+        "latency-model",
+        "ruler-model",
+        "ruler-model-2",
+        "ruler-other",
+    ]
+    for comparison in found:
+        labels = ["full", *(f"{name} {ratio}" for name in ("kvzip", "snapkv") for ratio in (0.1, 0.3, 0.5))]
+        assert [run.label for run in comparison.runs] == labels
+
+
+def test_averages_are_over_what_all_have() -> None:
+    (comparison,) = compare([made_up("full", None), made_up("snapkv", 0.5, tasks=2)])
+    assert comparison.cells == [("task_0", 1024), ("task_1", 1024)]
+    # Task 1 scores 0.1 less than task 0.
+    assert [comparison.average(run) for run in comparison.runs] == pytest.approx([95.0, 45.0])
+    assert comparison.seconds(comparison.runs[1]) == pytest.approx(1.024 + 1.0)
+    nats = [made_up(cache, ratio, benchmark="perplexity", tasks=1) for cache, ratio in CACHES[:2]]
+    (comparison,) = compare(nats)
+    assert comparison.average(comparison.runs[0]) == pytest.approx(2.718281828)
+
+
+def test_charts_hold_the_figures() -> None:
+    (comparison,) = compare(all_runs(lengths=(1024, 2048)))
+    figure = draw_score_against_ratio(comparison)
+    average, *tasks = figure.axes
+    assert average.get_title() == "average" and [axis.get_title() for axis in tasks] == ["task_0", "task_1", "task_2"]
+    lines = [(line.get_xdata(), line.get_ydata()) for line in average.get_lines()]
+    assert list(lines[0][1]) == pytest.approx([90.0, 90.0])  # full: 100, 90 and 80
+    kvzip, snapkv = lines[1:]
+    assert list(kvzip[0]) == list(snapkv[0]) == [0.1, 0.3, 0.5]
+    assert list(kvzip[1]) == pytest.approx([25.0, 45.0, 65.0])
+    assert list(snapkv[1]) == pytest.approx([(10 + 0 + 0) / 3, 20.0, 40.0])
+
+    axis = draw_score_against_time(comparison).axes[0]
+    assert sorted(text.get_text() for text in axis.texts) == ["", "0.1", "0.1", "0.3", "0.3", "0.5", "0.5"]
+    assert list(axis.get_lines()[0].get_xdata()) == pytest.approx([1.536 + 1.5])
+
+    axis = draw_task_heat_map(comparison).axes[0]
+    assert [text.get_text() for text in axis.get_yticklabels()][:2] == ["task_0, 1K", "task_0, 2K"]
+    assert [text.get_text() for text in axis.texts][:7] == ["100", "35", "55", "75", "10", "30", "50"]
+
+    (comparison,) = compare(all_runs(benchmark="latency", lengths=(1024, 4096), tasks=1))
+    prefill, decode, size = draw_latency(comparison).axes
+    assert list(prefill.get_lines()[0].get_ydata()) == pytest.approx([1.024, 4.096])
+    assert list(decode.get_lines()[0].get_ydata()) == pytest.approx([20.0, 20.0])
+    assert list(size.get_lines()[1].get_ydata()) == pytest.approx([0.4, 0.4])
+
+
+def test_a_report_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for index, run in enumerate(
+        [*all_runs(), *all_runs(benchmark="latency"), *all_runs(benchmark="perplexity", tasks=1)]
+    ):
+        run.write(tmp_path / "runs" / str(index) / "run.json")
+    made_up("snapkv", 0.7, tasks=2).write(tmp_path / "runs" / "more.json")
+    (tmp_path / "runs" / "other.json").write_text('{"some": "thing"}')
+    (tmp_path / "runs" / "list.json").write_text("[1]")
+    (tmp_path / "runs" / "damaged.json").write_text("{")
+    damaged = {**made_up("h2o", 0.5).to_dict(), "samples": {"a/0": {"task": "a"}}}
+    (tmp_path / "runs" / "lacking.json").write_text(json.dumps(damaged))
+    checkpoint, text = save_tiny_checkpoint(tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text(english(400))
+    needles = ["eval", "needles", str(checkpoint), "--lengths", "500", "--documents", "1", "--needles", "5", "--quick"]
+    needles += ["--device", "cpu", "--threads", "1", "--text", str(text), "--out", str(tmp_path / "runs" / "needles")]
+    assert cli.main(needles) == 0
+    capsys.readouterr()
+
+    assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    out, err = capsys.readouterr()
+    assert "damaged.json: not JSON" in err and "lacking.json: KeyError" in err and "other.json" not in err
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == [
+        "latency-model-time.png",
+        "needles-model.png",
+        "perplexity-model-heat-map.png",
+        "perplexity-model-score-ratio.png",
+        "perplexity-model-score-time.png",
+        "report.md",
+        "ruler-model-heat-map.png",
+        "ruler-model-score-ratio.png",
+        "ruler-model-score-time.png",
+    ]
+    assert sorted(Path(line).name for line in out.split()) == names
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert all(f"]({name})" in report for name in names if name.endswith("png"))
+    assert (
+        "| task | full | kvzip 0.1 | kvzip 0.3 | kvzip 0.5 | snapkv 0.1 | snapkv 0.3 | snapkv 0.5 | snapkv 0.7 |"
+        in report
+    )
+    assert "| task_0 | 100.0 | 35.0 | 55.0 | 75.0 | 10.0 | 30.0 | 50.0 | 70.0 |" in report
+    assert "| task_2 | 80.0 | 15.0 | 35.0 | 55.0 | 0.0 | 10.0 | 30.0 | – |" in report
+    assert "| **average** | **95.0** | **30.0** |" in report
+    assert "Averages are over the 2 of 3 tasks and lengths that all have." in report
+    assert "Samples of each task and length: 2." in report and "different numbers" not in report
+    assert "| decode, ms/token, 1K | 20.00 |" in report
+
+
+def test_different_numbers_of_samples_are_told(tmp_path: Path) -> None:
+    few = made_up("snapkv", 0.5)
+    few.samples = {key: sample for key, sample in few.samples.items() if key != "task_0/1024/1"}
+    for index, run in enumerate([made_up("full", None), few]):
+        run.write(tmp_path / f"{index}.json")
+    report = write_report(find_runs(tmp_path), tmp_path / "out")[0].read_text()
+    assert "1 to 2." in report and "different numbers of samples" in report
+
+
+def test_nothing_to_report_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "no runs were found" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    made_up("full", None).write(tmp_path / "run.json")
+    (tmp_path / "file").write_text("")
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "file")]) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path)]) == 0 and (tmp_path / "report" / "report.md").is_file()
