@@ -112,17 +112,18 @@ def uneven_rows(folder: Path, mode: str) -> dict[str, float]:
     return found
 
 
-def refused_sharing(folder: Path) -> str:
+def refused(folder: Path, option: str) -> str:
+    """What a sharded ProxyFormer with an option that needs a layer's weights outside of that layer says."""
     config = nearfar.ProxyFormerConfig.from_pretrained(folder / "proxyformer")
-    config.share_proxy_generation_weights = True
-    model = nearfar.ProxyFormerForCausalLM(config)
+    setattr(config, option, True)
     accelerator = Accelerator()
+    model = nearfar.ProxyFormerForCausalLM(config)
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     try:
         model(input_ids=torch.ones(1, 12, dtype=torch.long, device=accelerator.device), use_cache=False)
     except ValueError as error:
         return str(error)
-    raise AssertionError("weights shared between sharded layers were used")
+    raise AssertionError(f"{option} went through")
 
 
 def tensor_parallel(folder: Path) -> dict[str, Any]:
@@ -174,7 +175,8 @@ def run(folder: Path, mode: str) -> None:
     report["type"] = state.distributed_type.value
     report["processes"] = state.num_processes
     if mode == "fsdp2":
-        report["sharing"] = refused_sharing(folder)
+        options = ("share_proxy_generation_weights", "reversible_history")
+        report["refused"] = {option: refused(folder, option) for option in options}
     if state.is_main_process:
         (folder / f"{mode}.json").write_text(json.dumps(report))
 
