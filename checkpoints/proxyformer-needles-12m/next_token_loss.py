@@ -11,7 +11,7 @@ from .chunked_loss import IGNORED, chunked_cross_entropy
 
 
 class NextTokenLoss:
-    """Goes before a model class that has a `config` with loss settings and an `lm_head`."""
+    """For a model class with an `lm_head`, and `loss_chunk_tokens` in its configuration."""
 
     config: Any
     lm_head: nn.Linear
@@ -33,7 +33,7 @@ class NextTokenLoss:
             middle = None if middle is None else middle.flatten(0, 1)
         divisor = self._divisor(targets, num_items)
         loss = self._sum_of_losses(hidden, targets) / divisor
-        weight = float(self.config.auxiliary_loss_weight)
+        weight = self._auxiliary_weight()
         if middle is not None and weight:
             loss = loss + weight * self._sum_of_losses(middle, targets) / divisor
         return loss
@@ -50,10 +50,13 @@ class NextTokenLoss:
         divisor = self._divisor(targets, num_items)
         scores = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="sum") / divisor
-        weight = float(self.config.auxiliary_loss_weight)
+        weight = self._auxiliary_weight()
         if middle is not None and weight and self.training:
             loss = loss + weight * self._sum_of_losses(middle.flatten(0, 1), targets) / divisor
         return loss
+
+    def _auxiliary_weight(self) -> float:
+        return float(getattr(self.config, "auxiliary_loss_weight", 0.0))
 
     @staticmethod
     def _targets(labels: torch.Tensor, shift_labels: torch.Tensor | None) -> torch.Tensor:
