@@ -19,7 +19,7 @@ from nearfar.evaluation.image_data import RESIZE, load_images
 from nearfar.training.classifier_training import train_classifier
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, metavar="DIR_OR_ID")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
@@ -37,7 +37,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shift", type=int, default=2, help="pixels that images are moved by, at random")
     parser.add_argument("--seed", type=int, default=0)
     cli.add_machine_arguments(parser)
-    return parser.parse_args(argv)
+    return parser
 
 
 def run(args: argparse.Namespace) -> None:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return cli.run_script(run, parse(argv))
+    return cli.run_script(run, build_parser().parse_args(argv))
 
 
 if __name__ == "__main__":

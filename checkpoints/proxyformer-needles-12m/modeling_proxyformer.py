@@ -305,7 +305,6 @@ class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, NextTokenLoss, Generati
         history_attention_mask: torch.Tensor | None = None,
         condition_states: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token; arguments as in `ProxyFormerModel.forward`.
@@ -316,13 +315,15 @@ class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, NextTokenLoss, Generati
                 logits, a chunk at a time, and none are returned, unless `config.logits_in_training`.
             logits_to_keep: logits of the last so many columns only, or of these columns; 0 for all.
             num_items_in_batch: labels of all accumulated batches, by which the loss is divided instead of by its own.
-            shift_labels: with `labels`, of the same shape: what each column is to predict, in place of the label
-                behind it. Sequences that are cut among processes are shifted before.
+            kwargs: `shift_labels`, with `labels` and of their shape: what each column is to predict, in place of the
+                label behind it. Sequences that are cut among processes are shifted before.
 
         Raises:
             ValueError: labels of another shape than `input_ids`.
         """
         output_hidden_states = kwargs.pop("output_hidden_states", None)
+        # No argument of its own: a Trainer takes every argument with "label" in its name for one it must be given.
+        shift_labels: torch.Tensor | None = kwargs.pop("shift_labels", None)
         only_loss = labels is not None and self.training and not self.config.logits_in_training
         wanted: torch.Tensor | None = None
         kept: torch.Tensor | None = None
