@@ -102,7 +102,7 @@ suite: $(VENV)/dev-installed
 
 # A saved configuration brings its source files along.
 checkpoints: $(VENV)/demo-installed
-	@for folder in checkpoints/*/; do \
+	@for folder in $(dir $(wildcard checkpoints/*/remote_code.py)); do \
 		HF_HUB_OFFLINE=1 $(VENV_PYTHON) -c "import sys, nearfar, transformers; nearfar.ProxyFormerConfig; transformers.AutoConfig.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])" $$folder; \
 	done
 
