@@ -100,7 +100,7 @@ def measure(system: str, model: Any, tokens: int, batch: int, args: argparse.Nam
     except torch.OutOfMemoryError:
         return None
     finally:
-        cache = None  # type: ignore[assignment]
+        cache = None
         _collect(model.device)
     return {
         "tokens": tokens,
