@@ -60,9 +60,10 @@ def launch(files: Path, configuration: str, *modes: str, **environment: str) -> 
         "--config_file", ROOT / "examples" / "accelerate" / f"{configuration}.yaml",
         "--num_processes", 2, "--main_process_port", port, ROOT / "tests" / "parallel_finetuning.py", files, *modes,
     ]  # fmt: skip
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         list(map(str, arguments)),
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-6000:]
