@@ -61,8 +61,7 @@ from nearfar.modeling.pruned_cache import PrunedCache, TokenStates
 from nearfar.modeling.received_attention import NO_COLUMN
 
 # Packaged essays that are long enough, less those that the packaged prototypes were fitted on.
-HELD_OUT = ("worked", "popular", "philosophy", "startuplessons", "langdes", "useful", "desres", "boss", "submarine",
-            "apple", "gba", "hubs")  # fmt: skip
+HELD_OUT = cli.HELD_OUT_ESSAYS
 
 # The proactive cache's heads and allocations. SnapKV takes part with equal and with shared budgets, any other policy
 # as it is registered.

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -109,11 +111,18 @@ def check_output(output: Path, source: str, overwrite: bool) -> None:
         raise ValueError(f"{output} holds something other than a checkpoint (no config.json): it is not overwritten")
 
 
+# What is older than this was left by a process that was killed.
+LEFT_OVER_SECONDS = 24 * 3600
+
+
 def publish(write: Callable[[Path], None], output: Path, overwrite: bool) -> None:
     """Let `write` fill a hidden folder beside `output`, then rename it, so that nobody ever sees half a checkpoint."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    for left_over in output.parent.glob(f".{output.name}.*.unfinished"):  # of a process that was killed
-        shutil.rmtree(left_over, ignore_errors=True)
+    own = re.compile(rf"\.{re.escape(output.name)}\.\w{{8}}\.unfinished")  # not of an output named after this one
+    for left_over in output.parent.iterdir():
+        # Of a process that was killed; another one may be writing the same output just now.
+        if own.fullmatch(left_over.name) and time.time() - left_over.stat().st_mtime > LEFT_OVER_SECONDS:
+            shutil.rmtree(left_over, ignore_errors=True)
     hidden = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".unfinished", dir=output.parent))
     try:
         new, old = hidden / "new", hidden / "old"

@@ -44,7 +44,7 @@ def known_caches() -> list[str]:
 
 def cache_label(name: str) -> str:
     """The name people use."""
-    return CACHES[name].label if name in CACHES else SCORED_BY_A_PROXY.get(name, name)
+    return SCORED_BY_A_PROXY.get(name) or (CACHES[name].label if name in CACHES else name)
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class CacheChoice:
                 raise ValueError('the cache "full" prunes nothing: it takes no budget, ratio or option')
             return
         check_budget(self.budget, self.retention_ratio, sink_tokens=0, recent_tokens=None)
-        if self.name in CACHES:
-            check_options(self.name, self.options)
-            return
-        for needed in ("proxy", "mapper")[: 2 if self.name == "proxykv" else 1]:
+        models = ("proxy", "mapper")[: 2 if self.name == "proxykv" else 1] if self.name in SCORED_BY_A_PROXY else ()
+        for needed in models:
             if not self.options.get(needed):
                 raise ValueError(f"the cache {self.name} needs {needed}=, a folder or Hub id")
+        if self.name in CACHES:
+            check_options(self.name, [option for option in self.options if option not in models])
 
     @property
     def label(self) -> str:
@@ -165,7 +165,7 @@ class ContextReader:
         self._cache_name = cache_argument(model)
         proxies = getattr(model.config, "compression_ratio", "unknown") is not None
         self._encode = getattr(model, "encode_history", None) if proxies else None
-        self._scorer = self._make_scorer() if choice.name in SCORED_BY_A_PROXY and choice.name not in CACHES else None
+        self._scorer = self._make_scorer() if choice.name in SCORED_BY_A_PROXY else None
         ends = [tokenizer.eos_token_id, getattr(getattr(model, "generation_config", None), "eos_token_id", None)]
         self.ends = {end for ids in ends for end in (ids if isinstance(ids, (list, tuple)) else [ids])} - {None}
 
@@ -186,12 +186,13 @@ class ContextReader:
 
             dtype = self.model.get_input_embeddings().weight.dtype
             proxy = AutoModelForCausalLM.from_pretrained(proxy, dtype=dtype).to(self.device).eval()
+        prompt = RepeatPrompt.from_tokenizer(self.tokenizer)
         if self.choice.name == "iam":
-            return IAMScorer(proxy, RepeatPrompt.from_tokenizer(self.tokenizer))
+            return IAMScorer(proxy, prompt, prefix_length=None)
         mapper = self.choice.options["mapper"]
         if isinstance(mapper, str):
-            mapper = HybridAxialMapper.from_pretrained(mapper).to(self.device).eval()
-        return ProxyScorer(proxy, mapper)
+            mapper = HybridAxialMapper.from_pretrained(mapper, dtype="float32").to(self.device).eval()
+        return ProxyScorer(proxy, mapper, prefix_ids=prompt.prefix)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 

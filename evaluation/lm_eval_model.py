@@ -198,7 +198,7 @@ class NearfarLM(HFLM):
 
 def _option_names(cache: str) -> set[str]:
     """Model arguments that are meant for the cache."""
-    if cache in CACHES:
+    if cache in CACHES and cache not in SCORED_BY_A_PROXY:
         # A factory that takes anything takes what the base class names; the rest is the model's.
         return set(option_names(cache) or option_names("streaming_llm") or ())
     if cache in SCORED_BY_A_PROXY:

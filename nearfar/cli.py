@@ -33,6 +33,12 @@ KEPT_PROXY, KEPT_MAPPER = "checkpoints/smollm2-proxy", "checkpoints/smollm2-mapp
 # prototypes that come with the package were fitted on other essays.
 DEMO_ESSAYS = ("worked.txt", "popular.txt", "philosophy.txt", "startuplessons.txt")
 
+# Essays, without ".txt", on which policies are measured: nothing is fitted or trained on them.
+HELD_OUT_ESSAYS = (
+    "worked", "popular", "philosophy", "startuplessons", "langdes", "useful", "desres", "boss", "submarine", "apple",
+    "gba", "hubs",
+)  # fmt: skip
+
 logger = logging.getLogger(__name__)
 
 EXAMPLES = """\
@@ -676,8 +682,8 @@ def _demo(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _packaged_text(tokens: int) -> str:
-    """Packaged essays, as many as give `tokens` tokens for sure, one after the other."""
+def _packaged_text(tokens: int, leave_out: Sequence[str] = ()) -> str:
+    """Packaged essays, as many as give `tokens` tokens for sure, one after the other; none of those to leave out."""
     from nearfar.conversion.packaged_model import PackagedModelError, packaged_essays_dir
     from nearfar.evaluation.texts import join_texts, load_texts
 
@@ -685,7 +691,7 @@ def _packaged_text(tokens: int) -> str:
         folder = packaged_essays_dir()
     except PackagedModelError as error:
         raise UserError(f"{error} (or give a text of your own with --text)") from error
-    essays = {text.name: text for text in load_texts([folder])}
+    essays = {text.name: text for text in load_texts([folder]) if Path(text.name).stem not in leave_out}
     order = [name for name in DEMO_ESSAYS if name in essays] + [name for name in essays if name not in DEMO_ESSAYS]
     chosen, characters = [], 0
     for name in order:

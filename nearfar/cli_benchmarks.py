@@ -423,17 +423,22 @@ def _perplexity(args: argparse.Namespace) -> int:
 
 
 def _latency(args: argparse.Namespace) -> int:
+    from nearfar.evaluation.machine import machine_report
+
     session = _Session(args, "latency")
     _check_positions_of(session, args.lengths[-1] + args.decode_tokens + 2, "the longest context with what is decoded")
     ids, prefix = _text_ids(session)
     settings = {"seed": args.seed, "decode_tokens": args.decode_tokens, "text": _digest(str(ids))}
+    settings |= {"device": machine_report(session.device)["device"], "threads": args.threads}  # times of one machine
+    warm: set[int] = set()  # readers
 
     def measure(reader: ContextReader, length: int, number: int) -> Callable[[], dict[str, Any]]:
         def measured() -> dict[str, Any]:
             from nearfar.evaluation.benchmark_runs import measure_latency
 
             context, _ = _window(ids, length - len(prefix), 0, args.seed, number)
-            if number == 0:  # what a policy loads or compiles at first use does not count
+            if id(reader) not in warm:  # what a policy loads or compiles at first use does not count
+                warm.add(id(reader))
                 measure_latency(reader, [*prefix, *context][:128], 1)
             return measure_latency(reader, [*prefix, *context], args.decode_tokens)
 

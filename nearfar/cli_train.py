@@ -207,7 +207,7 @@ def _compute(args: argparse.Namespace, folder: Path, device: Any) -> None:
     tokenizer = cli.load_tokenizer(args.tokenizer or target_source)
     haystack = None
     if NEEDLES in sources and set(sources) <= {NEEDLES, *SYNTHETIC}:
-        haystack = [cli._packaged_text(8 * args.context_tokens)]
+        haystack = [cli._packaged_text(8 * args.context_tokens, leave_out=cli.HELD_OUT_ESSAYS)]
     contexts = mixture_contexts(
         tokenizer,
         sources,

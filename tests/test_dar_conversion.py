@@ -413,11 +413,15 @@ def test_an_interrupted_conversion_leaves_nothing_half(
 
 
 def test_a_killed_conversions_remains_are_cleared(files: Path, tmp_path: Path) -> None:
-    left_over = tmp_path / ".dar.abc.unfinished"
-    (left_over / "new").mkdir(parents=True)
+    """Old ones; not those of another output, nor what another process may be writing."""
+    names = {".dar.abcdefgh.unfinished": True, ".dar.zyxwvuts.unfinished": False, ".dar.v2.abcdefgh.unfinished": True}
+    for name, old in names.items():
+        (tmp_path / name / "new").mkdir(parents=True)
+        if old:
+            os.utime(tmp_path / name, (0, 0))
     (tmp_path / "dar").mkdir()  # empty: it may be there
     _convert(files, tmp_path / "dar")
-    assert [path.name for path in tmp_path.iterdir()] == ["dar"]
+    assert {path.name for path in tmp_path.iterdir()} == {"dar", *list(names)[1:]}
 
 
 def test_overwrite(files: Path, tmp_path: Path) -> None:
