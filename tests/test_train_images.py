@@ -177,6 +177,15 @@ def test_going_on_is_the_same_run(autoencoder: bool, tmp_path: Path, monkeypatch
         other.train(tmp_path / "parts" / "checkpoint-6")
 
 
+def test_the_objective_is_given_an_argument(tmp_path: Path) -> None:
+    """DistributedDataParallel with a device cannot move an empty tuple of arguments."""
+    made = trainer(tmp_path, steps=1)
+    seen: list[Any] = []
+    made.objective.register_forward_pre_hook(lambda _, given: seen.append(given))
+    made.train()
+    assert seen == [(None,)]
+
+
 def test_training_by_time(tmp_path: Path) -> None:
     result = trainer(tmp_path, seconds=0.5, log_every=1000, save_every=None).train()
     assert result["ended"] == "0.5 seconds" and result["steps"] >= 1

@@ -535,7 +535,8 @@ class _Objective(nn.Module):
         # No buffers, which data-parallel training would send around.
         self._data = (images, labels)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
+    def forward(self, unused: None = None) -> tuple[Tensor, Tensor]:
+        # Data-parallel training on GPUs moves the first argument, and there must be one.
         images, labels = self._data
         options = self.options
         chosen = torch.randint(len(images), (options.batch_size,), device=images.device)
@@ -590,7 +591,7 @@ class _StepRunner:
 
     def _passes(self) -> Tensor:
         with self.autocast():
-            loss, figures = self.objective()
+            loss, figures = self.objective(None)
         loss.backward()
         return figures
 
@@ -602,7 +603,7 @@ class _StepRunner:
             with warnings.catch_warnings(), self.autocast():
                 warnings.simplefilter("ignore")  # it says that it is a prototype
                 torch.cuda.set_sync_debug_mode("error")
-                self.objective()
+                self.objective(None)
         except RuntimeError as error:
             warnings.warn(f"no CUDA graph, because the model waits for the GPU: {error}", stacklevel=2)
             self.graphs = False
