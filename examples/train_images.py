@@ -382,10 +382,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         parser.error(" ".join(str(error).split()))
     state.wait_for_everyone()  # all have seen whether it is finished before the first one says that it has begun
-    train(options, trainer, data)
+    code = 0
+    try:
+        train(options, trainer, data)
+    except FloatingPointError as error:
+        if state.is_main_process:
+            print(f"{options.output}: {error}", file=sys.stderr)
+        code = 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -186,6 +186,26 @@ def test_the_objective_is_given_an_argument(tmp_path: Path) -> None:
     assert seen == [(None,)]
 
 
+def test_divergence_keeps_the_last_checkpoint(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = ImageTrainer.save_checkpoint
+
+    def diverging(self: ImageTrainer) -> Path:
+        path = save(self)
+        with torch.no_grad():
+            next(self.model.parameters()).fill_(float("nan"))
+        return path
+
+    monkeypatch.setattr(ImageTrainer, "save_checkpoint", diverging)
+    arguments = ["--data", str(digits), "--output", str(tmp_path / "run"), "--steps", "4", "--batch-size", "4"]
+    assert train_images.main([*arguments, "--log-every", "2", "--save-every", "2", *SMALL]) == 1
+    assert "the loss is not finite at step 4" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["result"] is None
+    checkpoint = last_checkpoint(tmp_path / "run")
+    assert checkpoint is not None and checkpoint.name == "checkpoint-2"
+
+
 def test_training_by_time(tmp_path: Path) -> None:
     result = trainer(tmp_path, seconds=0.5, log_every=1000, save_every=None).train()
     assert result["ended"] == "0.5 seconds" and result["steps"] >= 1

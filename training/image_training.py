@@ -231,6 +231,7 @@ class ImageTrainer:
 
         Raises:
             ValueError: a checkpoint of other options.
+            FloatingPointError: the loss is not finite; the last checkpoint is kept.
         """
         if checkpoint is not None:
             self._load(Path(checkpoint))
@@ -273,9 +274,7 @@ class ImageTrainer:
                     sums.zero_()
                     before, self.elapsed = self.elapsed, self._agreed(time.perf_counter() - self._clock)
                     speed = steps * options.batch_size * self.accelerator.num_processes / (self.elapsed - before)
-                    if not math.isfinite(error):
-                        reason = "the loss is not finite"
-                    elif last:
+                    if last:
                         reason = f"{options.steps} steps"
                     elif options.seconds is not None and self.elapsed >= options.seconds:
                         reason = f"{options.seconds:g} seconds"
@@ -287,6 +286,8 @@ class ImageTrainer:
                         line["cuda_graph"] = runner.recorded
                         line["peak_gib"] = round(torch.cuda.max_memory_allocated(self.device) / 2**30, 2)
                     self._log(line, bar)
+                    if not math.isfinite(error):  # before the last good checkpoint is replaced
+                        raise FloatingPointError(f"the loss is not finite at step {self.step}")
                     self._at_intervals(bool(reason))
             finally:
                 runner.close()
