@@ -163,7 +163,7 @@ def test_going_on_is_the_same_run(autoencoder: bool, tmp_path: Path, monkeypatch
     checkpoint = last_checkpoint(tmp_path / "parts")
     assert checkpoint is not None and checkpoint.name == "checkpoint-2"
     second = trainer(tmp_path / "parts", autoencoder, steps=6, flip=True)
-    second.train(checkpoint)
+    result = second.train(checkpoint)
     for one, two in (
         (whole.model.state_dict(), second.model.state_dict()),
         (whole.averaged().state_dict(), second.averaged().state_dict()),
@@ -172,6 +172,9 @@ def test_going_on_is_the_same_run(autoencoder: bool, tmp_path: Path, monkeypatch
     errors = [[line["error"] for line in log(tmp_path / name)] for name in ("whole", "parts")]
     assert errors[0] == errors[1] and len(errors[0]) == 3
     assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == ["checkpoint-6"]
+    # A run that was interrupted between its last checkpoint and its end.
+    ended = trainer(tmp_path / "parts", autoencoder, steps=6, flip=True)
+    assert ended.train(tmp_path / "parts" / "checkpoint-6") == result and result["ended"] == "6 steps"
     other = trainer(tmp_path / "parts", autoencoder, steps=6, flip=True, seed=1)
     with pytest.raises(ValueError, match="run with seed = 0, this one has 1"):
         other.train(tmp_path / "parts" / "checkpoint-6")

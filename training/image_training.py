@@ -159,6 +159,7 @@ class ImageTrainer:
     ) -> None:
         self.folder, self.options, self.progress = Path(folder), options, progress
         self.step, self.elapsed, self._clock = 0, 0.0, 0.0
+        self._line: dict[str, Any] = {}  # the log's last
         self._check(model, data, autoencoder)
         tracker = "tensorboard" if importlib.util.find_spec("tensorboard") else None
         self.accelerator = Accelerator(
@@ -247,10 +248,12 @@ class ImageTrainer:
             disable=None if self.progress and self.accelerator.is_main_process else True,
         )
         sums = torch.zeros(2, device=self.device)
-        since, reason, line = self.step, "", {}
+        since, reason = self.step, ""
         self._clock = time.perf_counter() - self.elapsed
         if options.steps is not None and self.step >= options.steps:
             reason = f"{options.steps} steps"
+        elif options.seconds is not None and self.elapsed >= options.seconds:
+            reason = f"{options.seconds:g} seconds"
         with bar, self._compiled():
             try:
                 while not reason:
@@ -285,6 +288,7 @@ class ImageTrainer:
                     if reason and self.device.type == "cuda":
                         line["cuda_graph"] = runner.recorded
                         line["peak_gib"] = round(torch.cuda.max_memory_allocated(self.device) / 2**30, 2)
+                    self._line = line
                     self._log(line, bar)
                     if not math.isfinite(error):  # before the last good checkpoint is replaced
                         raise FloatingPointError(f"the loss is not finite at step {self.step}")
@@ -294,7 +298,7 @@ class ImageTrainer:
         for tracker in self.accelerator.trackers:  # end_training would also end the process group
             tracker.finish()
         overall = self.step * options.batch_size * self.accelerator.num_processes / max(self.elapsed, 1e-9)
-        return {"steps": self.step, "ended": reason, **line, "images_per_second": round(overall, 1)}
+        return {"steps": self.step, "ended": reason, **self._line, "images_per_second": round(overall, 1)}
 
     def averaged(self) -> Any:
         """The model with averaged weights, in eval mode; an autoencoder's latents are made to have variance 1."""
@@ -435,6 +439,7 @@ class ImageTrainer:
             state = {
                 "step": self.step,
                 "elapsed": self.elapsed,
+                "line": self._line,
                 "options": self._settings(),
                 "model": self.model.state_dict(),
                 "average": self.average.state_dict(),
@@ -461,7 +466,7 @@ class ImageTrainer:
                 raise ValueError(
                     f"{checkpoint} is of a run with {name} = {state['options'].get(name)!r}, this one has {value!r}"
                 )
-        self.step, self.elapsed = state["step"], state["elapsed"]
+        self.step, self.elapsed, self._line = state["step"], state["elapsed"], state["line"]
         self.model.load_state_dict(state["model"])
         self.average.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
