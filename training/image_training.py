@@ -170,6 +170,8 @@ class ImageTrainer:
         )
         self._tracked = bool(tracker)
         self.device = self.accelerator.device
+        # One process on a CPU may look at its own clock in each step; several must agree on the time.
+        self._alone = self.device.type == "cpu" and self.accelerator.num_processes == 1
         self.model = model.to(self.device).train()
         self.autoencoder = None if autoencoder is None else autoencoder.to(self.device).eval()
         self.data = data.to(self.device)
@@ -268,7 +270,7 @@ class ImageTrainer:
                     self.step += 1
                     bar.update()
                     # On a CPU nothing runs ahead, so that looking at the clock costs nothing.
-                    late = self.device.type == "cpu" and self._late()
+                    late = self._alone and self._late()
                     last = options.steps is not None and self.step >= options.steps
                     if self.step % options.log_every and not last and not late:
                         continue
@@ -315,7 +317,7 @@ class ImageTrainer:
         """What the learning rate is multiplied by; a run by time knows how late it is from the log's last line."""
         options = self.options
         if options.seconds is not None:
-            now = time.perf_counter() - self._clock if self.device.type == "cpu" else self.elapsed
+            now = time.perf_counter() - self._clock if self._alone else self.elapsed
             done = min(now / options.seconds, 1.0)
         else:
             done = self.step / (options.steps or 1)
