@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from image_models import tiny_autoencoder, tiny_digits, tiny_image_model
+from PIL import Image
 
 from nearfar import FlowMatchingPipeline, ProxyFormerAutoencoder
 from nearfar.cli import main as nearfar
 from nearfar.evaluation.image_data import ImageData, load_images
-from nearfar.training.image_training import LOG_NAME, ImageTrainer, ImageTraining, last_checkpoint
+from nearfar.training.image_training import LOG_NAME, ImageTrainer, ImageTraining, last_checkpoint, settle_latents
 
 ROOT = Path(__file__).parent.parent
 
@@ -207,6 +209,23 @@ def test_divergence_keeps_the_last_checkpoint(
     assert json.loads((tmp_path / "run" / "run.json").read_text())["result"] is None
     checkpoint = last_checkpoint(tmp_path / "run")
     assert checkpoint is not None and checkpoint.name == "checkpoint-2"
+
+
+@pytest.mark.parametrize("count", [1, 5, 11])
+def test_a_grid_of_few_images(count: int, tmp_path: Path) -> None:
+    made = trainer(tmp_path, autoencoder=True, steps=1)
+    made.data = ImageData(made.data.images[:count], None, ())
+    with Image.open(made.write_grid()) as grid:
+        assert grid.width // 64 == min(8, count) and grid.height // 64 == 2
+
+
+def test_latents_are_settled_over_all_images() -> None:
+    model = tiny_autoencoder(image_size=8, dtype=torch.float32).eval()
+    images = torch.zeros(64, 1, 8, 8, dtype=torch.uint8)
+    images[32:] = torch.arange(64, dtype=torch.uint8).view(8, 8) * 4
+    settle_latents(model, images, nullcontext, count=32)
+    # The first half alone has no variance.
+    assert float(model.latent_norm.running_var.mean()) > 1e-6
 
 
 def test_training_by_time(tmp_path: Path) -> None:

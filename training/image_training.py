@@ -383,10 +383,11 @@ class ImageTrainer:
         with self.average.applied(), self._autocast(), torch.compiler.set_stance("force_eager"):
             if isinstance(self.model, ProxyFormerAutoencoder):
                 self.model.eval()
-                images = self.data.images[: 8 * rows // 2]
+                columns = min(8, len(self.data.images))
+                images = self.data.images[: columns * (rows // 2)]
+                images = images[: len(images) // columns * columns]
                 again = to_uint8(self.model(images.float() / 127.5 - 1).sample)
-                found = torch.stack([images.view(-1, 8, *images.shape[1:]), again.view(-1, 8, *images.shape[1:])], 1)
-                found, columns = found.flatten(0, 2), 8
+                found = torch.stack([part.unflatten(0, (-1, columns)) for part in (images, again)], 1).flatten(0, 2)
             else:
                 pipe = FlowMatchingPipeline(self.model, self.autoencoder)
                 columns = min(self.model.config.num_classes or rows, 10)
@@ -512,13 +513,17 @@ def encode_images(
 def settle_latents(
     autoencoder: ProxyFormerAutoencoder, images: Tensor, autocast: Callable[[], Any], count: int = 16384
 ) -> None:
-    """Measure the latents' means and variances anew, over up to `count` images: averaged weights have their own."""
+    """Measure the latents' means and variances anew, over up to `count` images: averaged weights have their own.
+
+    The images are drawn from all of them, since those of one class often lie together.
+    """
     norm: Any = autoencoder.latent_norm
     momentum = norm.momentum
     norm.reset_running_stats()
     norm.momentum = None  # a plain mean over the batches
     norm.train()
-    encode_images(autoencoder, images[:count], autocast)
+    chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count].to(images.device)
+    encode_images(autoencoder, images[chosen], autocast)
     norm.eval()
     norm.momentum = momentum
 
