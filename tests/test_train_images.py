@@ -79,11 +79,18 @@ def test_pixels(runs: Path, digits: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (brightest == torch.tensor([0, 3, 6] * 10)).double().mean() > 0.8
     # Once finished, the same command does nothing.
     again = ["--data", str(digits), "--output", str(runs / "pixels"), "--patch-size", "4", *SMALL]
+    again += ["--steps", "120", "--batch-size", "32"]
     assert train_images.main(again) == 0
     assert "finished already" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         train_images.main([*again, "--seed", "3"])
     assert "seed = 0, and now it is 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_images.main([*again, "--learning-rate", "1e-4"])
+    assert "learning_rate = 0.003, and now it is 0.0001" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_images.main([*again, "--autoencoder", str(runs / "pixels" / "model")])
+    assert "a model of type 'proxyformer_image', not 'proxyformer_autoencoder'" in capsys.readouterr().err
 
 
 def test_latents(runs: Path) -> None:
