@@ -224,6 +224,10 @@ def _image_folder(
             )
         folder = wanted[0]
         inner = [child for child in sorted(folder.iterdir()) if child.is_dir()]
+    elif split not in _SPLITS["train"]:
+        raise ValueError(
+            f"{folder} has no folders for splits, so that all of it is the split 'train', and there is no {split!r}"
+        )
     groups = {child.name: _image_files(child) for child in inner}
     groups = {name: files for name, files in groups.items() if files}
     labelled = bool(groups)

@@ -72,6 +72,8 @@ def test_a_folder_of_classes(tmp_path: Path) -> None:
         load_images(tmp_path, "other", size=4)
     flat = load_images(tmp_path / "train" / "red", size=4)
     assert flat.labels is None and len(flat) == 3
+    with pytest.raises(ValueError, match="no folders for splits"):
+        load_images(tmp_path / "train", "test", size=4)
 
 
 def test_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
