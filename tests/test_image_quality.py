@@ -105,6 +105,8 @@ def test_training_refuses(classifier: tuple[ImageClassifier, Path]) -> None:
     train = load_images(classifier[1])
     with pytest.raises(ValueError, match="images to test on"):
         train_classifier(train, load_images(classifier[1], "test", size=4))
+    with pytest.raises(ValueError, match="classes to train on are 0, 1, 2, classes to test on 1, 2"):
+        train_classifier(train, type(train)(train.images, train.labels, ("1", "2")))
     with pytest.raises(ValueError, match="with labels"):
         train_classifier(type(train)(train.images, None, ()), train)
     with pytest.raises(ValueError, match="at least 1"):
