@@ -222,6 +222,7 @@ def test_divergence_keeps_the_last_checkpoint(
 def test_a_grid_of_few_images(count: int, tmp_path: Path) -> None:
     made = trainer(tmp_path, autoencoder=True, steps=1)
     made.data = ImageData(made.data.images[:count], None, ())
+    made._tracked = False  # TensorBoard's files are begun by train()
     with Image.open(made.write_grid()) as grid:
         assert grid.width // 64 == min(8, count) and grid.height // 64 == 2
 
@@ -305,6 +306,10 @@ def test_image_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ]  # fmt: skip
     assert all(row["drawn_per_second"] > 0 and row["trained_per_second"] > 0 for row in rows)
     assert "1.00 x" in capsys.readouterr().out
+    finer = {**rows[0], "patch": 2, "system": "ProxyFormer, patch 2"}
+    assert image_throughput.our_row([*rows, finer], {**rows[1], "patch": 2}) is finer
+    assert image_throughput.our_row(rows[1:], rows[1]) is None
+    assert image_throughput.times_as_fast(None, rows[1], "drawn_per_second") == "–"
     assert image_throughput.main(["--shapes", "9:4", "--device", "cpu"]) == 2
     assert "a patch that divides the size" in capsys.readouterr().err
 
