@@ -221,7 +221,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     ready: list[tuple[dict[str, Any], dict[str, Callable[[], Any]]]] = []
     for name, (tokens, make) in make_systems(args, side, patch).items():
-        row = {"size": side, "system": name, "tokens": tokens, "batch": batch}
+        row: dict[str, Any] = {"size": side, "patch": patch, "system": name, "tokens": tokens, "batch": batch}
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             held = torch.cuda.memory_allocated(device)
@@ -293,6 +293,16 @@ def read_shapes(text: str) -> list[tuple[int, int, int]]:
     return shapes
 
 
+def our_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, Any] | None:
+    """ProxyFormer's row of the same shape; `None` where it ran out of memory."""
+    same = (r for r in rows if all(r[name] == row[name] for name in ("size", "patch", "batch")))
+    return next((r for r in same if r["system"].startswith("ProxyFormer")), None)
+
+
+def times_as_fast(ours: dict[str, Any] | None, row: dict[str, Any], name: str) -> str:
+    return "–" if ours is None else f"{ours[name] / row[name]:.2f} x"
+
+
 def run(args: argparse.Namespace) -> None:
     device = cli.find_device(args)
     dtype = cli.find_dtype(args, device)
@@ -319,13 +329,13 @@ def run(args: argparse.Namespace) -> None:
     )
     body = []
     for row in rows:
-        ours = next(r for r in rows if r["size"] == row["size"])
+        ours = our_row(rows, row)
         body.append(
             [
                 f"{row['size']}²", row["system"], f"{row['tokens']:,}", f"{row['parameters'] / 1e6:.1f} M",
                 str(row["batch"]), rate(row["drawn_per_second"]),
-                f"{ours['drawn_per_second'] / row['drawn_per_second']:.2f} x", rate(row["trained_per_second"]),
-                f"{ours['trained_per_second'] / row['trained_per_second']:.2f} x",
+                times_as_fast(ours, row, "drawn_per_second"), rate(row["trained_per_second"]),
+                times_as_fast(ours, row, "trained_per_second"),
                 f"{row['peak_gib']:.2f}" if "peak_gib" in row else "–",
             ]
         )  # fmt: skip

@@ -101,15 +101,16 @@ def load_images(
     wanted = (size, size) if isinstance(size, int) else None if size is None else (size[0], size[1])
     if wanted is not None and min(wanted) < 1:
         raise ValueError(f"size must be at least 1 pixel, got {size}")
+    scaled = wanted if resize == "scale" else None
     path = Path(source)
     if path.is_dir():
         found = _idx_folder(path, split, max_images)
         if found is None:
-            found = _image_folder(path, split, wanted, channels, max_images)
+            found = _image_folder(path, split, scaled, channels, max_images)
     elif path.exists():
         raise ValueError(f"{path} is a file: give the folder that holds it")
     else:
-        found = _dataset(str(source), split, wanted, channels, max_images, image_column, label_column)
+        found = _dataset(str(source), split, scaled, channels, max_images, image_column, label_column)
     images = found.images
     if channels is not None and images.shape[1] != channels:
         images = _channels(images, channels)
@@ -224,6 +225,10 @@ def _image_folder(
             )
         folder = wanted[0]
         inner = [child for child in sorted(folder.iterdir()) if child.is_dir()]
+    elif split not in _SPLITS["train"]:
+        raise ValueError(
+            f"{folder} has no folders for splits, so that all of it is the split 'train', and there is no {split!r}"
+        )
     groups = {child.name: _image_files(child) for child in inner}
     groups = {name: files for name, files in groups.items() if files}
     labelled = bool(groups)
@@ -303,6 +308,8 @@ def _stack(opened: Any, size: tuple[int, int] | None, channels: int | None) -> T
     image_class = _pil()
     found: list[np.ndarray] = []
     for image in opened:
+        if image.mode.startswith("I;16"):  # which PIL would cut off at 255
+            image = image_class.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         mode = {1: "L", 3: "RGB"}.get(channels or (1 if image.mode in ("1", "L") else 3), "RGB")
         image = image.convert(mode)
         if size is not None and (image.height, image.width) != size:

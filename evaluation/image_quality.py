@@ -26,13 +26,13 @@ class ClassifierScores:
     Attributes:
         images: how many.
         accuracy: share that it sees the wanted class in; `None` without labels.
-        class_accuracy: the same for each class.
+        class_accuracy: the same for each class; `None` for a class that was not asked for.
         frechet_distance: of its features, to those of the reference images.
     """
 
     images: int
     accuracy: float | None
-    class_accuracy: list[float] | None
+    class_accuracy: list[float | None] | None
     frechet_distance: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,7 +62,8 @@ def classifier_scores(
     if labels is not None:
         right = (seen == labels.cpu()).double()
         accuracy = right.mean().item()
-        by_class = [right[labels.cpu() == index].mean().item() for index in range(len(classifier.classes))]
+        parts = [right[labels.cpu() == index] for index in range(len(classifier.classes))]
+        by_class = [part.mean().item() if len(part) else None for part in parts]
     return ClassifierScores(len(images), accuracy, by_class, frechet_distance(features, known))
 
 

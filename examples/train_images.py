@@ -56,7 +56,7 @@ LEARNING_RATES = {"muon": 3e-3, "mano": 6e-4, "adamw": 1e-3}
 SETTINGS = (
     "stage", "data", "split", "image_size", "channels", "resize", "max_images", "unconditional", "autoencoder",
     "patch_size", "local_hidden_size", "hidden_size", "layers", "heads", "local_convolution", "latent_channels",
-    "seed",
+    "steps", "seconds", "learning_rate", "batch_size", "optimizer", "seed",
 )  # fmt: skip
 
 
@@ -326,12 +326,14 @@ def resolve(options: argparse.Namespace) -> None:
     if options.flip and options.autoencoder:
         raise ValueError("--flip turns pixels, and latents are made once: leave it out")
     options.bf16 = not options.cpu if options.bf16 is None else options.bf16
+    if options.learning_rate is None:
+        options.learning_rate = LEARNING_RATES[options.optimizer]
     options.training = ImageTraining(
         steps=options.steps,
         seconds=options.seconds,
         batch_size=options.batch_size,
         optimizer=options.optimizer,
-        learning_rate=LEARNING_RATES[options.optimizer] if options.learning_rate is None else options.learning_rate,
+        learning_rate=options.learning_rate,
         warmup_steps=options.warmup_steps,
         weight_decay=options.weight_decay,
         ema_decay=options.ema,
@@ -350,6 +352,12 @@ def resolve(options: argparse.Namespace) -> None:
     options.settings = {name: getattr(options, name) for name in SETTINGS}
     options.autoencoder_model = None
     if options.autoencoder:
+        kind = transformers.PreTrainedConfig.get_config_dict(options.autoencoder)[0].get("model_type")
+        if kind != ProxyFormerAutoencoderConfig.model_type:
+            raise ValueError(
+                f"--autoencoder {options.autoencoder} holds a model of type {kind!r}, not "
+                f"{ProxyFormerAutoencoderConfig.model_type!r}"
+            )
         options.autoencoder_model = ProxyFormerAutoencoder.from_pretrained(options.autoencoder, dtype=torch.float32)
 
 
@@ -382,10 +390,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         parser.error(" ".join(str(error).split()))
     state.wait_for_everyone()  # all have seen whether it is finished before the first one says that it has begun
-    train(options, trainer, data)
+    code = 0
+    try:
+        train(options, trainer, data)
+    except FloatingPointError as error:
+        if state.is_main_process:
+            print(f"{options.output}: {error}", file=sys.stderr)
+        code = 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def voxelise(
     """Points into the cells of a grid.
 
     Args:
-        points: `(batch, n, D)`, coordinates.
+        points: `(batch, n, D)`, coordinates, floating-point.
         grid: `(N_1, …, N_D)` cells.
         features: `(batch, n, channels)` of the points; a cell holds the mean of its points'.
         bounds: lowest and highest corner of the grid; `None` stands for each cloud's own. Points outside are left out.
@@ -27,8 +27,11 @@ def voxelise(
         flat index, -1 where it was left out, for `read_voxels`.
 
     Raises:
+        TypeError: points that are not floating-point.
         ValueError: shapes that do not fit, or bounds without room between them.
     """
+    if not points.is_floating_point():
+        raise TypeError(f"points must be floating-point, got {points.dtype}: use points.float().")
     grid = tuple(grid)
     if points.ndim != 3 or points.shape[2] != len(grid) or not grid or min(grid) < 1:
         raise ValueError(

@@ -200,6 +200,12 @@ def _evaluate(args: argparse.Namespace) -> int:
             raise cli.UserError(
                 f"--classifier {args.classifier} knows {len(classifier.classes)} classes, the model {classes}"
             )
+        known = tuple(classifier.classes)
+        if train is not None and train.labels is not None and train.classes != known[: len(train.classes)]:
+            raise cli.UserError(
+                f"--classifier {args.classifier} knows the classes {', '.join(known)}, the "
+                f"{args.train_split} images have {', '.join(train.classes)}"
+            )
     labels = None if classes is None else [index % classes for index in range(args.num_images)]
     began = time.perf_counter()
     images = _draw(args, pipe, labels, args.num_images)

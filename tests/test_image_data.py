@@ -72,6 +72,14 @@ def test_a_folder_of_classes(tmp_path: Path) -> None:
         load_images(tmp_path, "other", size=4)
     flat = load_images(tmp_path / "train" / "red", size=4)
     assert flat.labels is None and len(flat) == 3
+    with pytest.raises(ValueError, match="no folders for splits"):
+        load_images(tmp_path / "train", "test", size=4)
+
+
+def test_folders_are_padded_and_16_bits_scaled(tmp_path: Path) -> None:
+    Image.fromarray(np.array([[0, 256], [32768, 65535]], dtype=np.uint16)).save(tmp_path / "grey.png")
+    images = load_images(tmp_path, size=4, resize="pad").images
+    assert images.tolist() == [[[[0, 0, 0, 0], [0, 0, 1, 0], [0, 128, 255, 0], [0, 0, 0, 0]]]]
 
 
 def test_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

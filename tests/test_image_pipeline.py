@@ -66,6 +66,7 @@ def test_counts_and_defaults() -> None:
     one = pipe(2, 3, generator=seeded(), output_type="pt")
     assert torch.equal(one, pipe(2, [3, 3], steps=2, guidance=2.0, generator=seeded(), output_type="pt"))
     assert pipe(1, 0, image_size=(5, 11), output_type="pt").shape == (1, 2, 5, 11)
+    assert pipe(1, 0, image_size=5, output_type="pt").shape == (1, 2, 5, 5)
 
 
 def test_text() -> None:
@@ -73,6 +74,7 @@ def test_text() -> None:
     states = torch.randn(2, 3, 10, dtype=torch.float64)
     found = pipe(text_states=states, guidance=3.0, generator=seeded(), output_type="pt", batch_size=1)
     assert found.shape == (2, 2, 6, 8)
+    assert pipe(text_states=states.float(), steps=1, output_type="pt").shape == (2, 2, 6, 8)
     assert (found - pipe(text_states=-states, guidance=3.0, generator=seeded(), output_type="pt")).abs().max() > 1e-2
 
 
@@ -160,6 +162,8 @@ def test_save_and_load(tmp_path: Path) -> None:
     half = FlowMatchingPipeline.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
     assert half.model.dtype == half.autoencoder.dtype == torch.bfloat16
     assert (half(generator=seeded(), **wanted) - expected).abs().mean() < 0.1
+    other = FlowMatchingPipeline.from_pretrained(tmp_path / "saved", sampling_steps=3)
+    assert other.model.config.sampling_steps == 3
     tiny_proxyformer().save_pretrained(tmp_path / "text")
     with pytest.raises(ValueError, match="model of type 'proxyformer'"):
         FlowMatchingPipeline.from_pretrained(tmp_path / "text")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from image_models import tiny_autoencoder, tiny_digits, tiny_image_model
+from PIL import Image
 
 from nearfar import FlowMatchingPipeline, ProxyFormerAutoencoder
 from nearfar.cli import main as nearfar
 from nearfar.evaluation.image_data import ImageData, load_images
-from nearfar.training.image_training import LOG_NAME, ImageTrainer, ImageTraining, last_checkpoint
+from nearfar.training.image_training import LOG_NAME, ImageTrainer, ImageTraining, last_checkpoint, settle_latents
 
 ROOT = Path(__file__).parent.parent
 
@@ -77,11 +79,18 @@ def test_pixels(runs: Path, digits: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (brightest == torch.tensor([0, 3, 6] * 10)).double().mean() > 0.8
     # Once finished, the same command does nothing.
     again = ["--data", str(digits), "--output", str(runs / "pixels"), "--patch-size", "4", *SMALL]
+    again += ["--steps", "120", "--batch-size", "32"]
     assert train_images.main(again) == 0
     assert "finished already" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         train_images.main([*again, "--seed", "3"])
     assert "seed = 0, and now it is 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_images.main([*again, "--learning-rate", "1e-4"])
+    assert "learning_rate = 0.003, and now it is 0.0001" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_images.main([*again, "--autoencoder", str(runs / "pixels" / "model")])
+    assert "a model of type 'proxyformer_image', not 'proxyformer_autoencoder'" in capsys.readouterr().err
 
 
 def test_latents(runs: Path) -> None:
@@ -163,7 +172,7 @@ def test_going_on_is_the_same_run(autoencoder: bool, tmp_path: Path, monkeypatch
     checkpoint = last_checkpoint(tmp_path / "parts")
     assert checkpoint is not None and checkpoint.name == "checkpoint-2"
     second = trainer(tmp_path / "parts", autoencoder, steps=6, flip=True)
-    second.train(checkpoint)
+    result = second.train(checkpoint)
     for one, two in (
         (whole.model.state_dict(), second.model.state_dict()),
         (whole.averaged().state_dict(), second.averaged().state_dict()),
@@ -172,9 +181,59 @@ def test_going_on_is_the_same_run(autoencoder: bool, tmp_path: Path, monkeypatch
     errors = [[line["error"] for line in log(tmp_path / name)] for name in ("whole", "parts")]
     assert errors[0] == errors[1] and len(errors[0]) == 3
     assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == ["checkpoint-6"]
+    # A run that was interrupted between its last checkpoint and its end.
+    ended = trainer(tmp_path / "parts", autoencoder, steps=6, flip=True)
+    assert ended.train(tmp_path / "parts" / "checkpoint-6") == result and result["ended"] == "6 steps"
     other = trainer(tmp_path / "parts", autoencoder, steps=6, flip=True, seed=1)
     with pytest.raises(ValueError, match="run with seed = 0, this one has 1"):
         other.train(tmp_path / "parts" / "checkpoint-6")
+
+
+def test_the_objective_is_given_an_argument(tmp_path: Path) -> None:
+    """DistributedDataParallel with a device cannot move an empty tuple of arguments."""
+    made = trainer(tmp_path, steps=1)
+    seen: list[Any] = []
+    made.objective.register_forward_pre_hook(lambda _, given: seen.append(given))
+    made.train()
+    assert seen == [(None,)]
+
+
+def test_divergence_keeps_the_last_checkpoint(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = ImageTrainer.save_checkpoint
+
+    def diverging(self: ImageTrainer) -> Path:
+        path = save(self)
+        with torch.no_grad():
+            next(self.model.parameters()).fill_(float("nan"))
+        return path
+
+    monkeypatch.setattr(ImageTrainer, "save_checkpoint", diverging)
+    arguments = ["--data", str(digits), "--output", str(tmp_path / "run"), "--steps", "4", "--batch-size", "4"]
+    assert train_images.main([*arguments, "--log-every", "2", "--save-every", "2", *SMALL]) == 1
+    assert "the loss is not finite at step 4" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["result"] is None
+    checkpoint = last_checkpoint(tmp_path / "run")
+    assert checkpoint is not None and checkpoint.name == "checkpoint-2"
+
+
+@pytest.mark.parametrize("count", [1, 5, 11])
+def test_a_grid_of_few_images(count: int, tmp_path: Path) -> None:
+    made = trainer(tmp_path, autoencoder=True, steps=1)
+    made.data = ImageData(made.data.images[:count], None, ())
+    made._tracked = False  # TensorBoard's files are begun by train()
+    with Image.open(made.write_grid()) as grid:
+        assert grid.width // 64 == min(8, count) and grid.height // 64 == 2
+
+
+def test_latents_are_settled_over_all_images() -> None:
+    model = tiny_autoencoder(image_size=8, dtype=torch.float32).eval()
+    images = torch.zeros(64, 1, 8, 8, dtype=torch.uint8)
+    images[32:] = torch.arange(64, dtype=torch.uint8).view(8, 8) * 4
+    settle_latents(model, images, nullcontext, count=32)
+    # The first half alone has no variance.
+    assert float(model.latent_norm.running_var.mean()) > 1e-6
 
 
 def test_training_by_time(tmp_path: Path) -> None:
@@ -247,6 +306,10 @@ def test_image_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ]  # fmt: skip
     assert all(row["drawn_per_second"] > 0 and row["trained_per_second"] > 0 for row in rows)
     assert "1.00 x" in capsys.readouterr().out
+    finer = {**rows[0], "patch": 2, "system": "ProxyFormer, patch 2"}
+    assert image_throughput.our_row([*rows, finer], {**rows[1], "patch": 2}) is finer
+    assert image_throughput.our_row(rows[1:], rows[1]) is None
+    assert image_throughput.times_as_fast(None, rows[1], "drawn_per_second") == "–"
     assert image_throughput.main(["--shapes", "9:4", "--device", "cpu"]) == 2
     assert "a patch that divides the size" in capsys.readouterr().err
 

@@ -74,3 +74,8 @@ def test_points_reach_a_model() -> None:
 def test_bad_input(changes: dict, message: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(ValueError, match=message):
         voxelise(**{"points": torch.zeros(1, 5, 3), "grid": (2, 2, 2), **changes})
+
+
+def test_whole_numbers_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"floating-point, got torch.int64"):
+        voxelise(torch.zeros(1, 5, 3, dtype=torch.long), (2, 2, 2))

@@ -72,10 +72,14 @@ def train_classifier(
         The classifier, in eval mode, on the device.
 
     Raises:
-        ValueError: no labels, or images of two kinds.
+        ValueError: no labels, other classes in the test, or images of two kinds.
     """
     if data.labels is None or test.labels is None:
         raise ValueError("a classifier is trained and tested on images with labels")
+    if test.classes != data.classes[: len(test.classes)]:  # idx files name no more classes than their labels have
+        raise ValueError(
+            f"classes to train on are {', '.join(data.classes)}, classes to test on {', '.join(test.classes)}"
+        )
     if data.images.shape[1:] != test.images.shape[1:]:
         raise ValueError(
             f"images to train on are {tuple(data.images.shape[1:])}, images to test on {tuple(test.images.shape[1:])}"

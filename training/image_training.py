@@ -159,6 +159,7 @@ class ImageTrainer:
     ) -> None:
         self.folder, self.options, self.progress = Path(folder), options, progress
         self.step, self.elapsed, self._clock = 0, 0.0, 0.0
+        self._line: dict[str, Any] = {}  # the log's last
         self._check(model, data, autoencoder)
         tracker = "tensorboard" if importlib.util.find_spec("tensorboard") else None
         self.accelerator = Accelerator(
@@ -169,6 +170,8 @@ class ImageTrainer:
         )
         self._tracked = bool(tracker)
         self.device = self.accelerator.device
+        # One process on a CPU may look at its own clock in each step; several must agree on the time.
+        self._alone = self.device.type == "cpu" and self.accelerator.num_processes == 1
         self.model = model.to(self.device).train()
         self.autoencoder = None if autoencoder is None else autoencoder.to(self.device).eval()
         self.data = data.to(self.device)
@@ -231,6 +234,7 @@ class ImageTrainer:
 
         Raises:
             ValueError: a checkpoint of other options.
+            FloatingPointError: the loss is not finite; the last checkpoint is kept.
         """
         if checkpoint is not None:
             self._load(Path(checkpoint))
@@ -246,10 +250,12 @@ class ImageTrainer:
             disable=None if self.progress and self.accelerator.is_main_process else True,
         )
         sums = torch.zeros(2, device=self.device)
-        since, reason, line = self.step, "", {}
+        since, reason = self.step, ""
         self._clock = time.perf_counter() - self.elapsed
         if options.steps is not None and self.step >= options.steps:
             reason = f"{options.steps} steps"
+        elif options.seconds is not None and self.elapsed >= options.seconds:
+            reason = f"{options.seconds:g} seconds"
         with bar, self._compiled():
             try:
                 while not reason:
@@ -264,7 +270,7 @@ class ImageTrainer:
                     self.step += 1
                     bar.update()
                     # On a CPU nothing runs ahead, so that looking at the clock costs nothing.
-                    late = self.device.type == "cpu" and self._late()
+                    late = self._alone and self._late()
                     last = options.steps is not None and self.step >= options.steps
                     if self.step % options.log_every and not last and not late:
                         continue
@@ -273,9 +279,7 @@ class ImageTrainer:
                     sums.zero_()
                     before, self.elapsed = self.elapsed, self._agreed(time.perf_counter() - self._clock)
                     speed = steps * options.batch_size * self.accelerator.num_processes / (self.elapsed - before)
-                    if not math.isfinite(error):
-                        reason = "the loss is not finite"
-                    elif last:
+                    if last:
                         reason = f"{options.steps} steps"
                     elif options.seconds is not None and self.elapsed >= options.seconds:
                         reason = f"{options.seconds:g} seconds"
@@ -286,14 +290,17 @@ class ImageTrainer:
                     if reason and self.device.type == "cuda":
                         line["cuda_graph"] = runner.recorded
                         line["peak_gib"] = round(torch.cuda.max_memory_allocated(self.device) / 2**30, 2)
+                    self._line = line
                     self._log(line, bar)
+                    if not math.isfinite(error):  # before the last good checkpoint is replaced
+                        raise FloatingPointError(f"the loss is not finite at step {self.step}")
                     self._at_intervals(bool(reason))
             finally:
                 runner.close()
         for tracker in self.accelerator.trackers:  # end_training would also end the process group
             tracker.finish()
         overall = self.step * options.batch_size * self.accelerator.num_processes / max(self.elapsed, 1e-9)
-        return {"steps": self.step, "ended": reason, **line, "images_per_second": round(overall, 1)}
+        return {"steps": self.step, "ended": reason, **self._line, "images_per_second": round(overall, 1)}
 
     def averaged(self) -> Any:
         """The model with averaged weights, in eval mode; an autoencoder's latents are made to have variance 1."""
@@ -310,7 +317,7 @@ class ImageTrainer:
         """What the learning rate is multiplied by; a run by time knows how late it is from the log's last line."""
         options = self.options
         if options.seconds is not None:
-            now = time.perf_counter() - self._clock if self.device.type == "cpu" else self.elapsed
+            now = time.perf_counter() - self._clock if self._alone else self.elapsed
             done = min(now / options.seconds, 1.0)
         else:
             done = self.step / (options.steps or 1)
@@ -376,10 +383,11 @@ class ImageTrainer:
         with self.average.applied(), self._autocast(), torch.compiler.set_stance("force_eager"):
             if isinstance(self.model, ProxyFormerAutoencoder):
                 self.model.eval()
-                images = self.data.images[: 8 * rows // 2]
+                columns = min(8, len(self.data.images))
+                images = self.data.images[: columns * (rows // 2)]
+                images = images[: len(images) // columns * columns]
                 again = to_uint8(self.model(images.float() / 127.5 - 1).sample)
-                found = torch.stack([images.view(-1, 8, *images.shape[1:]), again.view(-1, 8, *images.shape[1:])], 1)
-                found, columns = found.flatten(0, 2), 8
+                found = torch.stack([part.unflatten(0, (-1, columns)) for part in (images, again)], 1).flatten(0, 2)
             else:
                 pipe = FlowMatchingPipeline(self.model, self.autoencoder)
                 columns = min(self.model.config.num_classes or rows, 10)
@@ -434,6 +442,7 @@ class ImageTrainer:
             state = {
                 "step": self.step,
                 "elapsed": self.elapsed,
+                "line": self._line,
                 "options": self._settings(),
                 "model": self.model.state_dict(),
                 "average": self.average.state_dict(),
@@ -460,7 +469,7 @@ class ImageTrainer:
                 raise ValueError(
                     f"{checkpoint} is of a run with {name} = {state['options'].get(name)!r}, this one has {value!r}"
                 )
-        self.step, self.elapsed = state["step"], state["elapsed"]
+        self.step, self.elapsed, self._line = state["step"], state["elapsed"], state["line"]
         self.model.load_state_dict(state["model"])
         self.average.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -504,13 +513,17 @@ def encode_images(
 def settle_latents(
     autoencoder: ProxyFormerAutoencoder, images: Tensor, autocast: Callable[[], Any], count: int = 16384
 ) -> None:
-    """Measure the latents' means and variances anew, over up to `count` images: averaged weights have their own."""
+    """Measure the latents' means and variances anew, over up to `count` images: averaged weights have their own.
+
+    The images are drawn from all of them, since those of one class often lie together.
+    """
     norm: Any = autoencoder.latent_norm
     momentum = norm.momentum
     norm.reset_running_stats()
     norm.momentum = None  # a plain mean over the batches
     norm.train()
-    encode_images(autoencoder, images[:count], autocast)
+    chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count].to(images.device)
+    encode_images(autoencoder, images[chosen], autocast)
     norm.eval()
     norm.momentum = momentum
 
@@ -535,7 +548,8 @@ class _Objective(nn.Module):
         # No buffers, which data-parallel training would send around.
         self._data = (images, labels)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
+    def forward(self, unused: None = None) -> tuple[Tensor, Tensor]:
+        # Data-parallel training on GPUs moves the first argument, and there must be one.
         images, labels = self._data
         options = self.options
         chosen = torch.randint(len(images), (options.batch_size,), device=images.device)
@@ -590,7 +604,7 @@ class _StepRunner:
 
     def _passes(self) -> Tensor:
         with self.autocast():
-            loss, figures = self.objective()
+            loss, figures = self.objective(None)
         loss.backward()
         return figures
 
@@ -602,7 +616,7 @@ class _StepRunner:
             with warnings.catch_warnings(), self.autocast():
                 warnings.simplefilter("ignore")  # it says that it is a prototype
                 torch.cuda.set_sync_debug_mode("error")
-                self.objective()
+                self.objective(None)
         except RuntimeError as error:
             warnings.warn(f"no CUDA graph, because the model waits for the GPU: {error}", stacklevel=2)
             self.graphs = False
