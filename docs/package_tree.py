@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "docs" / "source"
 
 
-def on_config(config: Any) -> Any:
-    """Called by mkdocs before anything is read."""
+def on_startup(**kwargs: Any) -> None:
+    """Called by mkdocs before its plugins look for the folder."""
     names = re.search(r"^SUBPACKAGES = \((.*)\)$", (ROOT / "setup.py").read_text(encoding="utf-8"), re.MULTILINE)
     if names is None:
         raise RuntimeError("setup.py has no line SUBPACKAGES = (…), which names the folders of the package")
@@ -24,4 +24,3 @@ def on_config(config: Any) -> Any:
         folder.mkdir(parents=True)
         for file in (ROOT / name).glob("*.py"):
             shutil.copyfile(file, folder / file.name)
-    return config

@@ -445,6 +445,7 @@ def test_attention_dropout_is_refused_where_it_would_be_ignored() -> None:
     model(ids)
 
 
+@pytest.mark.slow
 def test_compiled_model_equals_eager() -> None:
     """The graph is traced whole, forward and backward; no code is generated here."""
     model = tiny_dar(window_size=5).train()

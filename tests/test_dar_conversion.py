@@ -630,6 +630,7 @@ def test_help_needs_no_heavy_import(arguments: list[str]) -> None:
     assert done.returncode == 0 and done.stderr == "" and "usage: nearfar convert" in done.stdout
 
 
+@pytest.mark.slow
 def test_benchmark(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = importlib.util.spec_from_file_location("dar_retrofit", ROOT / "benchmarks" / "dar_retrofit.py")
     assert spec is not None and spec.loader is not None

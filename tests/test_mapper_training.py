@@ -313,6 +313,7 @@ def test_crops_of_all_layers(pairs: MapperPairs) -> None:
     assert ResidentPairs.nbytes(pairs) == bytes_held
 
 
+@pytest.mark.slow
 def test_a_mapper_of_all_layers_learns(pairs: MapperPairs, tmp_path: Path) -> None:
     run = trainer(
         pairs, tmp_path, mapper={"proxy_layers": "all", "layer_queries": True}, epochs=6, epoch_steps=20,

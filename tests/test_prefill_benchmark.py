@@ -87,6 +87,7 @@ def test_bad_arguments(capsys):
     assert "64 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_decoding_after_pruning(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(prefill.__file__).parent))
     spec = importlib.util.spec_from_file_location("pruned_decode", Path(prefill.__file__).parent / "pruned_decode.py")

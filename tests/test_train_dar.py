@@ -271,6 +271,7 @@ def test_resume_gives_the_same_run(
     assert (tmp_path / "summary.json").is_file()
 
 
+@pytest.mark.slow
 def test_resume_after_the_last_step(
     finished: Path, script: ModuleType, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +332,7 @@ def test_from_a_checkpoint(finished: Path, script: ModuleType, files: Path, tmp_
     assert "has a bottleneck of 4 numbers, dar-w8-d16 wants 16" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_processes(finished: Path, files: Path, tmp_path: Path) -> None:
     """They share the batch, so the losses are those of one process; one of them writes and prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", SCRIPT]

@@ -200,6 +200,7 @@ def test_resume_gives_the_same_run(
         assert loss == pytest.approx(whole[step], abs=1e-6), step
 
 
+@pytest.mark.slow
 def test_resume_after_the_last_step(
     finished: Path, script: ModuleType, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +217,7 @@ def test_resume_after_the_last_step(
     assert losses(tmp_path / "no_history") == losses(finished / "no_history")
 
 
+@pytest.mark.slow
 def test_two_processes(finished: Path, script: ModuleType, files: Path, tmp_path: Path) -> None:
     """They share the batch, so the losses are those of one process; blocks alone leave weights without gradient."""
     root = Path(__file__).parent.parent
