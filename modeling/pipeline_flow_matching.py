@@ -214,9 +214,9 @@ class FlowMatchingPipeline:
                 part = slice(start, start + size)
                 condition = {
                     "class_labels": None if labels is None else labels[part],
-                    "text_states": None
-                    if text_states is None
-                    else text_states[part].to(self.device, self.model.dtype),
+                    "text_states": (
+                        None if text_states is None else text_states[part].to(self.device, self.model.dtype)
+                    ),
                     "text_attention_mask": (
                         None if text_attention_mask is None else text_attention_mask[part].to(self.device)
                     ),

@@ -41,7 +41,7 @@ class AxialRotary:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Turn `(batch, heads, cells, head dim)`."""
-        return rotate_halves(x, self.cos.to(x.dtype), self.sin.to(x.dtype))
+        return rotate_halves(x, self.cos.to(x), self.sin.to(x))
 
 
 def sinusoidal_grid(

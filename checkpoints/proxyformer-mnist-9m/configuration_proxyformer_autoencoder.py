@@ -17,11 +17,11 @@ class ProxyFormerAutoencoderConfig(RemoteCodeConfig, PreTrainedConfig):
     to mean 0 and variance 1. Decoder: layers, and the transposed convolution.
 
     Args:
-        image_size: (N_1, …, N_D), one to three dimensions; one number stands for a square image.
+        image_size: list [N_1, …, N_D], one to three dimensions; one number stands for a square image.
         in_channels: of the image.
         latent_channels: of the latent, whose sizes are N_i / `downsampling`, rounded up.
         downsampling: stride of the convolution.
-        patch_size: of both sides' layers, in places of the latent: one number, or one a dimension.
+        patch_size: of both sides' layers, in places of the latent: one number, or a list of one a dimension.
         encoder_local_size, encoder_hidden_size: width of the encoder's local stream and proxies.
         decoder_local_size, decoder_hidden_size: the decoder's.
         num_encoder_layers, num_decoder_layers: of each side.

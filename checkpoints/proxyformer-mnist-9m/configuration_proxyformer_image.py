@@ -18,8 +18,8 @@ class ProxyFormerImageConfig(RemoteCodeConfig, PreTrainedConfig):
     local stream (Eq. 2 to 6). Everything works in one, two or three dimensions; the length of `image_size` says which.
 
     Args:
-        image_size: (N_1, …, N_D), what the model is made for, such as `[32, 32]`, or `[8, 32, 32]` for 8 frames; one
-            number stands for a square image. Other sizes can be given to the model.
+        image_size: list [N_1, …, N_D], what the model is made for, such as `[32, 32]`, or `[8, 32, 32]` for 8 frames;
+            one number stands for a square image. Other sizes can be given to the model.
         in_channels: of the image, or of the latent.
         patch_size: p, pixels of a patch along each dimension: one number, one a dimension (`[2, 4, 4]`), or, for
             layers that differ, a list of one such list for each layer; proxies are extracted anew where it changes.
@@ -28,8 +28,8 @@ class ProxyFormerImageConfig(RemoteCodeConfig, PreTrainedConfig):
         hidden_size: d_proxy, width of the proxies.
         num_hidden_layers, num_attention_heads: of the model. `head_dim` `None` stands for
             `hidden_size // num_attention_heads`, and `intermediate_size` `None` for `3 * hidden_size`.
-        compression_factors: one tuple (k_1, …, k_D) a level (Eq. 15), whose product is the patch; `None` chooses them.
-        compression_widths: d_0 … d_M of Eq. 16, from `local_hidden_size` to `hidden_size`; `None`: geometric.
+        compression_factors: one list [k_1, …, k_D] a level (Eq. 15), whose product is the patch; `None` chooses them.
+        compression_widths: list of d_0 … d_M of Eq. 16, from `local_hidden_size` to `hidden_size`; `None`: geometric.
         proxy_update: U of Eq. 3.
         proxy_interaction: F of Eq. 4, bidirectional attention for all but experiments.
         injection: Φ of Eq. 6.

@@ -22,6 +22,8 @@ from .modeling_proxyformer_image import ProxyFormerImageModel
 
 # The folder of the autoencoder beside a model of latents.
 AUTOENCODER_FOLDER = "autoencoder"
+# What the autoencoder is loaded with too; all else is of the model.
+_LOADING = ("dtype", "torch_dtype", "revision", "token", "cache_dir", "local_files_only", "trust_remote_code")
 GUIDANCE = ("classifier_free", "middle")
 OUTPUT_TYPES = ("pil", "uint8", "pt")
 
@@ -60,7 +62,8 @@ class FlowMatchingPipeline:
 
         Args:
             name_or_path: a folder or a Hub repository of `save_pretrained` or `push_to_hub`.
-            kwargs: to the models' `from_pretrained`, such as `dtype`, `revision` or `token`.
+            kwargs: to the model's `from_pretrained`; of them the autoencoder's gets `dtype`, `revision`, `token`,
+                `cache_dir`, `local_files_only` and `trust_remote_code`.
 
         Raises:
             ValueError: a model of another kind.
@@ -71,7 +74,8 @@ class FlowMatchingPipeline:
         if kind != ProxyFormerImageModel.config_class.model_type:
             raise ValueError(f"{name_or_path} holds a model of type {kind!r}, not a ProxyFormer that draws images.")
         model = ProxyFormerImageModel.from_pretrained(str(name_or_path), **kwargs)
-        return cls(model, _load_autoencoder(str(name_or_path), **kwargs) if model.config.latent else None)
+        shared = {name: kwargs[name] for name in _LOADING if name in kwargs}
+        return cls(model, _load_autoencoder(str(name_or_path), **shared) if model.config.latent else None)
 
     @classmethod
     def of_model(cls, model: ProxyFormerImageModel) -> "FlowMatchingPipeline":
@@ -153,7 +157,7 @@ class FlowMatchingPipeline:
         guidance_kind: str | None = None,
         text_states: torch.Tensor | None = None,
         text_attention_mask: torch.Tensor | None = None,
-        image_size: Sequence[int] | None = None,
+        image_size: Sequence[int] | int | None = None,
         batch_size: int | None = None,
         output_type: str = "pil",
         cuda_graph: bool = False,
@@ -171,7 +175,7 @@ class FlowMatchingPipeline:
             guidance_kind: `"classifier_free"`, away from the estimate without class and text, at twice the cost; or
                 `"middle"`, away from the middle head's estimate, at none.
             text_states, text_attention_mask: of each image; see the model.
-            image_size: other than the model's; for latents, the images' sizes.
+            image_size: other than the model's, one number for all dimensions; for latents, the images' sizes.
             batch_size: images at once; `None` for all.
             output_type: `"pil"`, a list of PIL images, or for video one list of frames each; `"uint8"`, a tensor
                 `(num_images, channels, N_1, …, N_D)`; `"pt"`, the same in -1 to 1, floating-point.
@@ -210,7 +214,9 @@ class FlowMatchingPipeline:
                 part = slice(start, start + size)
                 condition = {
                     "class_labels": None if labels is None else labels[part],
-                    "text_states": None if text_states is None else text_states[part].to(self.device),
+                    "text_states": (
+                        None if text_states is None else text_states[part].to(self.device, self.model.dtype)
+                    ),
                     "text_attention_mask": (
                         None if text_attention_mask is None else text_attention_mask[part].to(self.device)
                     ),
@@ -272,12 +278,12 @@ class FlowMatchingPipeline:
             raise ValueError(f"text_states must be {number}, one an image, got {len(text)}.")
         return number
 
-    def _sizes(self, wanted: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _sizes(self, wanted: Sequence[int] | int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sizes of what the model draws, and of the images."""
         own = self.model.config.sizes
         if wanted is None:
             return own, own if self.autoencoder is None else self.autoencoder.config.sizes
-        sizes = tuple(wanted)
+        sizes = (wanted,) * len(own) if isinstance(wanted, int) else tuple(wanted)
         if len(sizes) != len(own) or min(sizes) < 1:
             raise ValueError(f"image_size must be {len(own)} sizes of at least 1, got {sizes}.")
         if self.autoencoder is None:
