@@ -201,7 +201,7 @@ def test_a_checkpoint_carries_its_code(tmp_path: Path) -> None:
         online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_TOKEN": "hf_x"}
         folders = (tmp_path / "model", tmp_path / "again", tmp_path / "result.pt")
         finish(start(HIDE + READ, *folders, cwd=tmp_path, **online))
-        pushed = hub.repositories["me/digits"].commits[hub.repositories["me/digits"].refs["main"]]
+        pushed = hub.files("me/digits")
     expected = pipe(class_labels=[1, 2], steps=2, guidance=2.0, generator=seeded(), output_type="pt")
     drawn = torch.load(tmp_path / "result.pt")
     assert len(drawn) == 3

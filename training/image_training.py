@@ -469,7 +469,7 @@ class ImageTrainer:
                 raise ValueError(
                     f"{checkpoint} is of a run with {name} = {state['options'].get(name)!r}, this one has {value!r}"
                 )
-        self.step, self.elapsed, self._line = state["step"], state["elapsed"], state["line"]
+        self.step, self.elapsed, self._line = state["step"], state["elapsed"], state.get("line", {})
         self.model.load_state_dict(state["model"])
         self.average.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
