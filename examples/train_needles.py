@@ -470,10 +470,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer = make_trainer(options, templates, text)
     except (ValueError, OSError, ImportError) as error:
         parser.error(" ".join(str(error).split()))
-    train(options, trainer, tokenizer, held_out)
+    code = 0
+    try:
+        train(options, trainer, tokenizer, held_out)
+    except FloatingPointError as error:
+        state.print(f"{options.output}: {error}", file=sys.stderr)
+        code = 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    return 0
+    return code
 
 
 if __name__ == "__main__":

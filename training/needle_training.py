@@ -168,6 +168,7 @@ class NeedleTrainer:
 
         Raises:
             ValueError: a checkpoint of another plan or seed.
+            FloatingPointError: the loss is not finite; the last checkpoint is kept.
         """
         if checkpoint is not None:
             self._load(Path(checkpoint))
@@ -236,9 +237,7 @@ class NeedleTrainer:
                 since = self.step
                 loss, accuracy, exact = values
                 left = self.curriculum.update(steps, loss, exact)
-                if not math.isfinite(loss):
-                    reason = "the loss is not finite"
-                elif self.curriculum.finished:
+                if self.curriculum.finished:
                     reason = left or "the last stage was left"
                 elif self.options.seconds is None and self.step >= total:
                     reason = f"{total} steps"
@@ -263,6 +262,8 @@ class NeedleTrainer:
                     if self.device.type == "cuda":
                         line["peak_gib"] = round(torch.cuda.max_memory_allocated(self.device) / 2**30, 2)
                 self._log(line, bar)
+                if not math.isfinite(loss):  # before a checkpoint takes the last good one's place
+                    raise FloatingPointError(f"the loss is not finite at step {self.step}")
                 if self.options.save_every and (self.step % self.options.save_every == 0 or reason):
                     self._settle()
                     self.save_checkpoint()
