@@ -136,8 +136,9 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
 
     two = DistributedConfig(tp_size=2)
     split = AutoModelForCausalLM.from_pretrained(folder / "dar", dtype=torch.float64, distributed_config=two)
-    one = AutoModelForCausalLM.from_pretrained(folder / "dar", dtype=torch.float64)
-    ids = torch.randint(3, 256, (2, 23), generator=torch.Generator().manual_seed(0))
+    device = next(split.parameters()).device
+    one = AutoModelForCausalLM.from_pretrained(folder / "dar", dtype=torch.float64).to(device)
+    ids = torch.randint(3, 256, (2, 23), generator=torch.Generator().manual_seed(0)).to(device)
     loss, expected = whole(split.train()(ids, labels=ids).loss), one.train()(ids, labels=ids).loss
     loss.backward()
     expected.backward()

@@ -25,16 +25,21 @@ ROOT = Path(__file__).parent.parent
 NAMES = ("dar", "proxyformer")
 
 
+def uneven_rows_of_two_processes() -> torch.Tensor:
+    """Token ids of process, row, token: one block of 4 tokens, and more than five."""
+    generator = torch.Generator().manual_seed(0)
+    uneven = torch.zeros(2, 2, 21, dtype=torch.long)
+    uneven[0, :, :3] = torch.randint(3, 61, (2, 3), generator=generator)
+    uneven[1] = torch.randint(3, 61, (2, 21), generator=generator)
+    return uneven
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_files(tmp_path_factory.mktemp("parallel"))
     commands = {name: command(folder, name, "--per-device-batch-size", 2) for name in NAMES}
     (folder / "commands.json").write_text(json.dumps(commands), encoding="utf-8")
-    generator = torch.Generator().manual_seed(0)
-    uneven = torch.zeros(2, 2, 21, dtype=torch.long)  # process, row, token: one block of 4 tokens, and more than five
-    uneven[0, :, :3] = torch.randint(3, 61, (2, 3), generator=generator)
-    uneven[1] = torch.randint(3, 61, (2, 21), generator=generator)
-    torch.save(uneven, folder / "uneven.pt")
+    torch.save(uneven_rows_of_two_processes(), folder / "uneven.pt")
     return folder
 
 
