@@ -164,7 +164,11 @@ def recorded(run: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay
+
+    def replay(recorded: Callable[[], Any] = run) -> None:  # what `run` refers to lives as long as the graph
+        graph.replay()
+
+    return replay
 
 
 def passes(
