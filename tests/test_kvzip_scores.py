@@ -202,7 +202,7 @@ def test_cuda_without_a_mask_agrees_with_a_mask(kind, monkeypatch):
             monkeypatch.setattr(received_attention_module, "summed_attention_kernel_available", lambda *states: False)
         scores = reconstruction_scores(model, random_ids(1, 300), PROMPT, chunk_tokens=120).scores
         found[split] = torch.stack(list(scores.values()))
-    assert (found[True] - found[False]).norm() < 0.03 * found[False].norm()
+    assert (found[True] - found[False]).norm() < 0.05 * found[False].norm()  # 0.01 on a CPU
 
 
 def test_block_size_does_not_matter(monkeypatch):
