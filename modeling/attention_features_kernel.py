@@ -2,10 +2,11 @@
 
 Two kernels. The first finds each query's log-sum-exp, where the forward pass has not: a block of queries goes over the
 keys that it sees. The second sums the probabilities: a block of keys goes over the queries that see it, recomputes
-their scores and keeps one running sum a key and place in the block of queries, added up at the end. Products of half
-precision are accumulated in float32, float32 is multiplied in full precision. Tiles that are masked throughout are not
-visited, and without a window only those on the diagonal are masked at all. The slow counterpart, and the definition,
-is `query_summed_attention_reference` in `attention_features`.
+their scores and keeps one running sum a key and place in the block of queries, added up at the end; or the largest
+probability, which is what KVzip asks for. Products of half precision are accumulated in float32, float32 is multiplied
+in full precision. Tiles that are masked throughout are not visited, and without a window only those on the diagonal
+are masked at all. The slow counterparts, and the definitions, are `query_summed_attention_reference` in
+`attention_features` and `received_attention`.
 """
 
 # Kernels are typed by their launch, and a CPU build of torch comes without Triton.
@@ -43,6 +44,7 @@ def summed_attention_kernel(
     valid: torch.Tensor | None = None,
     window: int | None = None,
     lse: torch.Tensor | None = None,
+    largest: bool = False,
 ) -> torch.Tensor:
     """See `query_summed_attention`; float32 results.
 
@@ -50,6 +52,7 @@ def summed_attention_kernel(
         query: `(batch, query heads, q, head dim)`.
         key: `(batch, key-value heads, n, head dim)`; the queries are the last q of the n tokens.
         scaling, valid, window, lse: as there.
+        largest: the largest probability that a key receives in place of the sum.
 
     Returns:
         `(batch, query heads, n)`, float32.
@@ -77,7 +80,7 @@ def summed_attention_kernel(
     sums = torch.empty(batch, heads, keys, dtype=torch.float32, device=query.device)
     _column_kernel[(triton.cdiv(keys, columns), batch * heads)](
         query, key, lse if flags is None else flags, lse, sums, *strides, *shape,
-        **sizes, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=2,
+        **sizes, LARGEST=largest, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=2,
     )  # fmt: skip
     return sums
 
@@ -154,9 +157,10 @@ if triton is not None:
     @triton.jit
     def _column_block(
         acc, k, column, query, lse, qt, begin, stop, before, queries, window, scale,
-        DIM: tl.constexpr, PAD: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+        DIM: tl.constexpr, PAD: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+        LARGEST: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
-        """acc + probabilities that queries `begin … stop - 1` give to the keys, `(COLUMNS, ROWS)`."""
+        """acc and the probabilities that queries `begin … stop - 1` give to the keys, `(COLUMNS, ROWS)`."""
         r = tl.arange(0, ROWS)
         for position in range(begin, stop, ROWS):
             row = position + r
@@ -171,7 +175,10 @@ if triton is not None:
                 if WINDOWED:
                     seen &= distance < window
                 weights = tl.where(seen, weights, 0.0)
-            acc += weights
+            if LARGEST:
+                acc = tl.maximum(acc, weights)
+            else:
+                acc += weights
         return acc
 
     @triton.jit
@@ -179,7 +186,7 @@ if triton is not None:
         query, key, flags, lse, sums,
         qb, qh, qt, kb, kh, kt,
         heads, group, queries, keys, window, scale,
-        DIM: tl.constexpr, PAD: tl.constexpr, WINDOWED: tl.constexpr, VALID: tl.constexpr,
+        DIM: tl.constexpr, PAD: tl.constexpr, WINDOWED: tl.constexpr, VALID: tl.constexpr, LARGEST: tl.constexpr,
         ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         """One block of keys for one query head. Rows are queries, columns are keys."""
@@ -201,18 +208,21 @@ if triton is not None:
             stop = tl.minimum(queries, start + COLUMNS - 1 + window - before)
             acc = _column_block(
                 acc, k, column, query, lse, qt, first, stop, before, queries, window, scale,
-                DIM, PAD, WINDOWED, True, ROWS,
+                DIM, PAD, WINDOWED, True, LARGEST, ROWS,
             )  # fmt: skip
         else:
             acc = _column_block(
                 acc, k, column, query, lse, qt, first, tl.minimum(whole, stop), before, queries, window, scale,
-                DIM, PAD, WINDOWED, True, ROWS,
+                DIM, PAD, WINDOWED, True, LARGEST, ROWS,
             )  # fmt: skip
             acc = _column_block(
                 acc, k, column, query, lse, qt, tl.maximum(first, whole), stop, before, queries, window, scale,
-                DIM, PAD, WINDOWED, False, ROWS,
+                DIM, PAD, WINDOWED, False, LARGEST, ROWS,
             )  # fmt: skip
-        total = tl.sum(acc, 1)
+        if LARGEST:
+            total = tl.max(acc, 1)
+        else:
+            total = tl.sum(acc, 1)
         if VALID:
             flag = tl.load(flags + b * keys + column, mask=column < keys, other=0)
             total = tl.where(flag != 0, total, 0.0)

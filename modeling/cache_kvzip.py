@@ -4,9 +4,9 @@ The context is read with a full cache, then repeated chunk by chunk; a pair's sc
 receives meanwhile (see `kvzip_scores`). Only then is it evicted. No question is looked at, so one compressed context
 serves any question.
 
-What it costs: each chunk is read once more with the whole cache in place, and its attention over the chunk is computed
-a second time, without a fused kernel; together two to five times the prefill. At the peak it holds the full cache, one
-layer's keys and values once more, and what is kept. `ProactiveCache` predicts the scores instead.
+What it costs: each chunk is read once more with the whole cache in place, which is twice the prefill's attention, and
+its attention over the chunk is computed a second time. At the peak it holds the full cache, one layer's keys and
+values once more, and what is kept. `ProactiveCache` predicts the scores instead.
 """
 
 from collections.abc import Sequence

@@ -12,8 +12,9 @@ tokens; so a score does not depend on how long the rest of the context is.
 The pass needs no question and judges a pair by use rather than by looks, but it costs several times the prefill.
 `KeyPrototypes` therefore runs it offline, to learn what important pairs look like.
 
-Memory beyond the full cache: one layer's keys and values once more, and a block of probabilities (see
-`received_attention`).
+Beside the prefill the model's layers read every token once more, with the whole cache in place: twice the prefill's
+attention. Memory beyond the full cache: where `chunk_attention` serves, that of a chunk; elsewhere one layer's keys
+and values once more, and a mask. Without a kernel for scoring also a block of probabilities (`received_attention`).
 """
 
 import copy
@@ -29,9 +30,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .attention_dispatch import AttentionCall, AttentionOutput, take_over
 from .chat_frame import chat_frame
+from .chunk_attention import chunk_attention, chunk_attention_available
 from .compat import cache_argument
 from .prunable_models import attention_types, refuse_unsupported, text_config
-from .received_attention import received_attention
+from .received_attention import highest_attention, received_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -245,17 +247,37 @@ class _ScoredLayer(DynamicLayer):
             )
             return call.stock(self.keys, self.values, call.mask)
         self._score(call)
-        return call.stock(
-            torch.cat([self.keys, call.keys], dim=2), torch.cat([self.values, call.values], dim=2), call.mask
-        )
+        mask = call.mask
+        if self._needs_no_mask(call.stock_name):
+            if chunk_attention_available(call.query, call.values):
+                out = chunk_attention(
+                    call.query, self.keys, self.values, call.keys, call.values, call.scaling, many=True
+                )
+                return out.transpose(1, 2).contiguous(), None
+            new, seen = call.query.shape[2], self.get_seq_length()
+            mask = torch.ones(1, 1, new, seen + new, dtype=torch.bool, device=call.query.device).tril_(seen)
+        return call.stock(torch.cat([self.keys, call.keys], dim=2), torch.cat([self.values, call.values], dim=2), mask)
+
+    def _needs_no_mask(self, implementation: str | None) -> bool:
+        """Whether the repeating tokens attend without the model's mask; there is one row, and nothing is padded."""
+        return self.phase.mode == "repeat" and self.window is None and implementation == "sdpa"
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """A mask that is not read is not made: it would be as wide as the context."""
+        if self._needs_no_mask(self.config._attn_implementation):
+            return query_length, self.get_seq_length()
+        return super().get_mask_sizes(query_length)
 
     def _score(self, call: AttentionCall) -> None:
         phase, seen, device = self.phase, self.get_seq_length(), call.query.device
         read = [slice(0, phase.sinks), slice(phase.start, phase.stop)]
         keys = torch.cat([*(self.keys[:, :, part] for part in read), call.keys], dim=2)
-        own = torch.arange(seen, seen + call.query.shape[2], device=device)
-        columns = torch.cat([*(torch.arange(seen, device=device)[part] for part in read), own])
-        highest, _ = received_attention(call.query, keys, call.scaling, columns, self.window)
+        if self.window is None:
+            highest = highest_attention(call.query, keys, call.scaling)
+        else:
+            own = torch.arange(seen, seen + call.query.shape[2], device=device)
+            columns = torch.cat([*(torch.arange(seen, device=device)[part] for part in read), own])
+            highest, _ = received_attention(call.query, keys, call.scaling, columns, self.window)
         if not hasattr(self, "scores"):
             self.scores = highest.new_zeros(*highest.shape[:2], seen)
         chunk = highest[..., phase.sinks : phase.sinks + phase.stop - phase.start]

@@ -134,7 +134,8 @@ class HybridAxialMapper(PreTrainedModel):
             features = (wide + LOG_FLOOR).log()
         elif dtype == torch.float16:
             features = features.clamp(max=torch.finfo(dtype).max)
-        hidden = self.stem(features.to(dtype), mask).mT
+        # Token by token in memory from here on: sums and norms of all layers would take over the convolutions' order.
+        hidden = self.stem(features.to(dtype), mask).mT.contiguous()
         hidden = hidden + sinusoidal_positions(hidden.shape[1], hidden.shape[2], hidden)
         attended = None if mask is None else mask.bool()[:, None, None, :]
         for layer in self.layers:

@@ -2,12 +2,15 @@
 
 Scores that judge a pair by its use (KVzip, H2O, SnapKV) need the probabilities themselves, which fused attention
 kernels do not give. They are computed here anew, for blocks of queries of at most `BLOCK_ELEMENTS` probabilities:
-one more product of queries and keys, and a softmax.
+one more product of queries and keys, and a softmax. For KVzip's largest probabilities a GPU has a kernel, which holds
+no block of them in memory.
 """
 
 import math
 
 import torch
+
+from .attention_features_kernel import summed_attention_kernel, summed_attention_kernel_available
 
 # Attention probabilities held at once: small enough for a CPU's caches, large enough to fill a GPU.
 BLOCK_ELEMENTS = {"cpu": 1 << 22}
@@ -82,6 +85,22 @@ def received_attention(
         highest[..., :seen] = torch.maximum(highest[..., :seen], probabilities.amax((2, 3)))
         mass[..., :seen] += probabilities.sum((2, 3))
     return highest, mass
+
+
+def highest_attention(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Largest causal probability that pairs receive, over queries and the query heads of the group.
+
+    Args:
+        query: `(batch, query heads, q, head dim)`.
+        keys: `(batch, key-value heads, n, head dim)`; the last q are the queries' own, after all others.
+        scaling: factor on query-key products.
+
+    Returns:
+        `(batch, key-value heads, n)`, in float32 (float64 for float64 queries).
+    """
+    if summed_attention_kernel_available(query, keys):
+        return summed_attention_kernel(query, keys, scaling, largest=True).unflatten(1, (keys.shape[1], -1)).amax(2)
+    return received_attention(query, keys, scaling, torch.arange(keys.shape[2], device=query.device))[0]
 
 
 def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

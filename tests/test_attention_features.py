@@ -151,6 +151,11 @@ def test_flash_attention_hands_over_its_log_sum_exp():
 def test_kernel_interpreted(dtype, tolerance, shape, window, padded, with_lse):
     pytest.importorskip("triton")
     check_kernel("cpu", dtype, shape, window, padded, with_lse, tolerance)
+    query, key = states(*shape, dtype)
+    valid = padding(shape[0], shape[4]) if padded else None
+    found = summed_attention_kernel(query, key, SCALING, valid, window, largest=True)
+    matrix, _ = probabilities(query.double(), key.double(), valid, window)
+    torch.testing.assert_close(found.double(), matrix.amax(2), atol=tolerance, rtol=tolerance)
 
 
 # -- a proxy's prefill ------------------------------------------------------------------------------------------------

@@ -112,6 +112,16 @@ def test_forward_is_section_4_1(changes: dict[str, object], attention: str) -> N
     assert wanted.std() > 0.01
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_encoder_layers_read_memory_in_order(masked: bool) -> None:
+    """Token by token, whatever order the convolutions leave behind: every layer would inherit it."""
+    mapper, found = tiny_mapper(), []
+    for layer in mapper.layers:
+        layer.register_forward_hook(lambda module, inputs, output: found.extend([inputs[0], output]))
+    mapper(features(3, 4, 10), torch.ones(3, 10, dtype=torch.bool) if masked else None)
+    assert len(found) == 4 and all(hidden.is_contiguous() for hidden in found)
+
+
 def test_padding_is_as_if_it_were_not_there() -> None:
     for training in (False, True):
         mapper = tiny_mapper(dropout=0.0).train(training)

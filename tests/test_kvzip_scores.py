@@ -7,6 +7,8 @@ from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from nearfar.modeling import kvzip_scores
+from nearfar.modeling import received_attention as received_attention_module
 from nearfar.modeling.compat import cache_argument
 from nearfar.modeling.kvzip_scores import RepeatPrompt, reconstruction_scores
 from nearfar.modeling.received_attention import BLOCK_ELEMENTS, received_attention
@@ -169,6 +171,38 @@ def test_cuda_agrees_with_the_cpu(context, dtype, tolerance):
         highest, mass = found.attention_max[layer], found.attention_mass[layer]
         torch.testing.assert_close(highest.cpu().double(), expected.attention_max[layer], atol=tolerance, rtol=0)
         torch.testing.assert_close(mass.cpu().double(), expected.attention_mass[layer], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox"])
+def test_no_mask_as_wide_as_the_context_is_made(kind, context, monkeypatch):
+    widths = []
+    attend = kvzip_scores._ScoredLayer.attend
+
+    def watched(layer, call):
+        widths.append(None if call.mask is None else call.mask.shape[-1])
+        return attend(layer, call)
+
+    monkeypatch.setattr(kvzip_scores._ScoredLayer, "attend", watched)
+    scores = reconstruction_scores(tiny_model(kind), context, PROMPT, chunk_tokens=9).scores
+    assert len(widths) == 3 * len(scores) and set(widths) == {None}
+    # Where no kernel serves, a mask is made after all, with the same result.
+    monkeypatch.setattr(kvzip_scores, "chunk_attention_available", lambda query, value: False)
+    for layer, expected in reconstruction_scores(tiny_model(kind), context, PROMPT, chunk_tokens=9).scores.items():
+        torch.testing.assert_close(scores[layer], expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox"])
+def test_cuda_without_a_mask_agrees_with_a_mask(kind, monkeypatch):
+    model = tiny_model(kind).to("cuda", torch.bfloat16)
+    found = {}
+    for split in (True, False):
+        if not split:
+            monkeypatch.setattr(kvzip_scores, "chunk_attention_available", lambda query, value: False)
+            monkeypatch.setattr(received_attention_module, "summed_attention_kernel_available", lambda *states: False)
+        scores = reconstruction_scores(model, random_ids(1, 300), PROMPT, chunk_tokens=120).scores
+        found[split] = torch.stack(list(scores.values()))
+    assert (found[True] - found[False]).norm() < 0.05 * found[False].norm()  # 0.01 on a CPU
 
 
 def test_block_size_does_not_matter(monkeypatch):
