@@ -67,7 +67,8 @@ def read_run(folder: Path) -> Run:
         ValueError: none, or variants with different settings.
     """
     settings: dict[str, Any] = {}
-    results, logs = {}, {}
+    results: dict[str, dict[str, Any]] = {}
+    logs: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("*/run.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
         if not run.get("result"):
@@ -230,7 +231,7 @@ def join(runs: Sequence[Run], names: Sequence[str], baseline: str, samples: int)
         })  # fmt: skip
     pairs = list(itertools.combinations(range(len(names)), 2))
     wide = noise.half_width(1 - 0.05 / len(pairs)) if pairs else None
-    compared = []
+    compared: list[dict[str, Any]] = []
     for first, second in pairs:
         difference = logs[:, second] - logs[:, first]
         if difference.mean() < 0:
@@ -241,7 +242,7 @@ def join(runs: Sequence[Run], names: Sequence[str], baseline: str, samples: int)
             "seeds_agree": int((difference > 0).sum()),
             "shown": None if wide is None else bool(difference.mean() > wide),
         })  # fmt: skip
-    compared.sort(key=lambda pair: float(pair["percent"]), reverse=True)
+    compared.sort(key=lambda pair: pair["percent"], reverse=True)
     order = [names[index] for index in np.argsort(logs.mean(0), kind="stable")]
     shown = {(pair["lower"], pair["higher"]): pair["shown"] for pair in compared}
     return {
@@ -368,11 +369,11 @@ def draw_trajectories(runs: Sequence[Run], joined: dict[str, Any], path: Path, t
     for index, (name, curve) in enumerate(drawn.items()):
         color, style = COLORS[index % len(COLORS)], STYLES[index // len(COLORS) % len(STYLES)]
         tokens = [at for at, _ in curve]
-        means = [sum(values) / len(values) for _, values in curve]
+        means = [math.exp(sum(map(math.log, values)) / len(values)) for _, values in curve]  # as in the table
         axis.plot(tokens, means, color=color, linestyle=style, linewidth=1.6, label=f"{name}: {means[-1]:.2f} %")
         if len(runs) > 1:
             lows, highs = [min(values) for _, values in curve], [max(values) for _, values in curve]
-            axis.fill_between(tokens, lows, highs, color=color, alpha=0.18, linewidth=0)
+            axis.fill_between(tokens, lows, highs, color=color, alpha=0.15, linewidth=0)
         settled += [value for at, values in curve if at >= 0.1 * end for value in values]
     margin = max(0.08 * (max(settled) - min(settled)), 0.25)
     axis.set_ylim(min(settled) - margin, max(settled) + margin)
@@ -409,7 +410,7 @@ def draw_windows(joined: dict[str, Any], path: Path, title: str) -> Path | None:
             axis.errorbar(at, means, widths, fmt="o-", color=color, capsize=3, label=f"bottleneck {size}, ± 95 %")
             dots = [(place, value) for place, (_, share) in zip(at, rows, strict=True) for value in share["seeds"]]
             x, y = zip(*dots, strict=True)
-            axis.plot(x, y, ".", color=color, alpha=0.5, markersize=5, label="each seed")
+            axis.plot(x, y, "_", color=color, markersize=9, label="each seed")
     axis.set_xticks(list(places.values()), [str(window) for window in places])
     axis.set_xlabel("window w, tokens")
     axis.set_ylabel(f"perplexity, % of {joined['baseline']}")

@@ -347,6 +347,12 @@ def test_script_refuses(
     assert message in capsys.readouterr().err
 
 
+def test_documents_by_length(script: ModuleType) -> None:
+    assert script.document_counts([200, 96], [3, 5]) == {200: 3, 96: 5}
+    assert script.document_counts([200, 96, 96], [3]) == {200: 3, 96: 3}
+    assert script.document_counts([], [20]) == {}
+
+
 @pytest.mark.slow  # all 100,000 passkeys are encoded
 def test_digits_that_merge_and_documents_by_length(script: ModuleType, files: Path, tmp_path: Path) -> None:
     """A tokenizer such as GPT-2's, whose tokens of several digits make passkeys of unequal length; the long plan."""
