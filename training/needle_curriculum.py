@@ -242,7 +242,7 @@ NEEDLE_PLANS: dict[str, NeedlePlan] = {
             NeedleStage(512, 8, 64, 8, leave_at=0.6),
             NeedleStage(2048, 25, 16, 25, leave_at=0.6),
             # By then it is learnt but for what a lower learning rate mends, which the last stage's does.
-            NeedleStage(8192, 50, 8, 50, leave_at=0.9, max_steps=2000),
+            NeedleStage(8192, 50, 8, 50, leave_at=0.8, max_steps=1500),
             NeedleStage(65_536, 50, 2, 50),
         ),
         steps=4000,
