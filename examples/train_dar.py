@@ -7,7 +7,8 @@ The variants are trained one after the other, each into its own folder of --outp
 order, and from the same random weights as far as they share them. At the end there are a table, `summary.json` and
 `perplexity.png` (each variant's perplexity in percent of vanilla's along training). The same command again skips what
 is finished; with --resume it goes on with what was interrupted. On several GPUs, with the same batch and the same
-result: `accelerate launch --num_processes 8 examples/train_dar.py …`.
+result: `accelerate launch --num_processes 8 examples/train_dar.py …`. With several --seed, each in an --output of its
+own, benchmarks/join_seeds.py tells which differences are more than chance.
 
 A variant is one of
 
@@ -41,6 +42,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import PartialState
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoTokenizer, Trainer, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -337,7 +339,7 @@ def fit(
         eval_on_start=checkpoint is None,
         prediction_loss_only=True,
         dataloader_pin_memory=not options.cpu,
-        save_strategy="steps",
+        save_strategy="steps" if options.save_every <= options.steps else "no",
         save_steps=options.save_every,
         save_total_limit=1,
         logging_steps=10,
@@ -352,6 +354,21 @@ def fit(
     trainer.add_callback(Progress(folder.name))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return model, trainer.state.log_history
+
+
+@torch.no_grad()
+def row_losses(model: DARForCausalLM, blocks: TokenBlocks, rows: int, bf16: bool) -> list[float]:
+    """The mean loss of each block, `rows` at once: what differences between models can be resampled from."""
+    model.eval()
+    losses: list[float] = []
+    for start in range(0, len(blocks), rows):
+        ids = torch.stack([blocks[index]["input_ids"] for index in range(start, min(start + rows, len(blocks)))])
+        ids = ids.to(model.device)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+            logits = model(input_ids=ids, use_cache=False).logits
+        for scores, wanted in zip(logits, ids, strict=True):  # a row at a time, for the float32 copy's sake
+            losses.append(F.cross_entropy(scores[:-1].float(), wanted[1:]).item())
+    return losses
 
 
 def train_variant(
@@ -370,15 +387,21 @@ def train_variant(
         write_json(folder / "run.json", run)
     model, log_history = fit(options, folder, config, train, evaluation)
     if main_process:
+        model.to(PartialState().device)  # one that only missed its end was just loaded
         model.config.use_cache = True  # the Trainer has switched it off
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        if options.keep_weights:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
         write_json(folder / "log_history.json", log_history)
         lines = read_perplexity_log(folder)
         run["result"] = {
             "parameters": model.num_parameters(),
             **{name: lines[-1][name] for name in ("step", "tokens", "seconds", "loss", "perplexity")},
             "tokens_per_second": tokens_per_second(lines),
+            "row_losses": {
+                name: row_losses(model, blocks, options.per_device_batch_size, options.bf16)
+                for name, blocks in evaluation.items()
+            },
         }
         write_json(folder / "run.json", run)
         for leftover in folder.glob("checkpoint-*"):
@@ -400,6 +423,7 @@ def summarise(options: argparse.Namespace, variants: Sequence[Variant]) -> str:
     baseline = "vanilla" if "vanilla" in results else names[0]
     sets = list(results[baseline]["perplexity"])
     for result in results.values():
+        result.pop("row_losses", None)  # hundreds of numbers; they stay in run.json
         result["percent_of_baseline"] = relative_perplexity(result, results[baseline])
 
     summary = {
@@ -462,7 +486,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="ID_OR_DIR", help="default: the one of --model")
 
     add = parser.add_argument_group("text").add_argument
-    add("--text", nargs="+", metavar="PATH", help=".txt, .md, .jsonl, .json, also .xz and .gz, or folders of them")
+    add(
+        "--text",
+        nargs="+",
+        metavar="PATH",
+        help=".txt, .md, .jsonl, .json, also .xz and .gz, or folders of them; or one .npz of write_tokens.py",
+    )
     add("--dataset", metavar="ID[:CONFIG]", help="instead of files; needs the `datasets` package")
     add("--split", default="train", help="of the dataset")
     add("--text-field", default="text", help="of JSON files and datasets")
@@ -489,7 +518,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--eval-every", type=int, metavar="STEPS", help="default: 40 times in all")
     add("--eval-blocks", type=int, default=200, help="at most so many of each evaluation text")
-    add("--save-every", type=int, metavar="STEPS", help="checkpoints to resume from (default: as --eval-every)")
+    add("--save-every", type=int, metavar="STEPS",
+        help="checkpoints to resume from, more than --steps: none (default: as --eval-every)")  # fmt: skip
+    add("--keep-weights", action=argparse.BooleanOptionalAction, default=True, help="of finished variants")
 
     add = parser.add_argument_group("machine").add_argument
     add("--precision", choices=("auto", "bfloat16", "float32"), default="auto",

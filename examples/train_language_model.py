@@ -185,17 +185,17 @@ class Progress(ProgressCallback):
 
 
 @torch.no_grad()
-def perplexity_by_block(model: Any, windows: TokenBlocks, block: int, alone: bool, bf16: bool) -> list[float]:
-    """Perplexity of each block of a window: how it falls as the history grows."""
+def block_losses(model: Any, windows: TokenBlocks, block: int, alone: bool, bf16: bool) -> torch.Tensor:
+    """The mean loss of each block of each window, `(windows, blocks)` float64 on the CPU."""
     model.eval()
-    total = torch.zeros(windows.block_tokens // block, dtype=torch.float64)
+    rows = []
     for index in tqdm(range(len(windows)), desc="perplexity by block", leave=False, dynamic_ncols=True):
         ids, labels = blocks_of(windows[index]["input_ids"][None].to(model.device), block, alone)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
             losses = token_losses(model(input_ids=ids, use_cache=False).logits, labels)
         # The loss of token t + 1 stands at t: with a zero in front, blocks begin where they should.
-        total += F.pad(losses, (1, 0)).reshape(-1, block).sum(1).double().cpu()
-    return (total / (len(windows) * (block - 1))).exp().tolist()
+        rows.append(F.pad(losses, (1, 0)).reshape(-1, block).sum(1).double().cpu() / (block - 1))
+    return torch.stack(rows)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -274,7 +274,7 @@ def fit(
         eval_on_start=checkpoint is None,
         prediction_loss_only=True,
         dataloader_pin_memory=not options.cpu,
-        save_strategy="steps",
+        save_strategy="steps" if options.save_every <= options.steps else "no",
         save_steps=options.save_every,
         save_total_limit=1,
         logging_steps=10,
@@ -318,17 +318,20 @@ def train_variant(
     model = fit(options, variant, config, train, evaluation)
     if main_process:
         model.config.use_cache = True  # the Trainer has switched it off
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        if options.keep_weights:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
         lines = read_perplexity_log(folder)
         by_block = {
-            name: perplexity_by_block(model, windows, options.block_tokens, VARIANTS[variant], options.bf16)
+            name: block_losses(model, windows, options.block_tokens, VARIANTS[variant], options.bf16)
             for name, windows in evaluation.items()
         }
         run["result"] = {
             "parameters": model.num_parameters(),
             **{name: lines[-1][name] for name in ("step", "tokens", "seconds", "loss", "perplexity")},
-            "perplexity_by_block": by_block,
+            # How it falls as the history grows, and what differences between models can be resampled from.
+            "perplexity_by_block": {name: losses.mean(0).exp().tolist() for name, losses in by_block.items()},
+            "row_losses": {name: losses.mean(1).tolist() for name, losses in by_block.items()},
             "tokens_per_second": tokens_per_second(lines),
         }
         write_json(folder / "run.json", run)
@@ -349,6 +352,7 @@ def summarise(options: argparse.Namespace, evaluation: dict[str, TokenBlocks]) -
             results[variant] = run["result"]
     baseline = next(iter(results))
     for result in results.values():
+        result.pop("row_losses", None)  # hundreds of numbers; they stay in run.json
         result["percent_of_baseline"] = relative_perplexity(result, results[baseline])
     block = options.block_tokens
     predicted = {name: len(windows.tokens) // block * (block - 1) for name, windows in evaluation.items()}
@@ -408,7 +412,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("text").add_argument
     add("--tokenizer", required=True, metavar="ID_OR_DIR")
-    add("--text", nargs="+", metavar="PATH", help=".txt, .md, .jsonl, .json, also .xz and .gz, or folders of them")
+    add(
+        "--text",
+        nargs="+",
+        metavar="PATH",
+        help=".txt, .md, .jsonl, .json, also .xz and .gz, or folders of them; or one .npz of write_tokens.py",
+    )
     add("--dataset", metavar="ID[:CONFIG]", help="instead of files; needs the `datasets` package; a row is a document")
     add("--split", default="train", help="of the dataset")
     add("--text-field", default="text", help="of JSON files and datasets")
@@ -428,7 +437,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--eval-every", type=int, metavar="STEPS", help="default: 40 times in all")
     add("--eval-blocks", type=int, default=400, metavar="WINDOWS", help="at most so many of each held-out text")
-    add("--save-every", type=int, metavar="STEPS", help="checkpoints to resume from (default: as --eval-every)")
+    add("--save-every", type=int, metavar="STEPS",
+        help="checkpoints to resume from, more than --steps: none (default: as --eval-every)")  # fmt: skip
+    add("--keep-weights", action=argparse.BooleanOptionalAction, default=True, help="of finished variants")
 
     add = parser.add_argument_group("machine").add_argument
     add("--precision", choices=("auto", "bfloat16", "float32"), default="auto",

@@ -6,13 +6,15 @@ trains the plan "fast" from random weights: a tokenizer of 4,096 tokens with sin
 needle, 512 with 8, 2,048 with 25 and 8,192 with 50, some minutes on one GPU. It leaves in --output
 
     model/            the checkpoint with tokenizer, code and a card; loads with `trust_remote_code=True`
-    needles.json      accuracy at --eval-lengths, on text that was not trained on
+    needles.json      accuracy at --eval-lengths, on text that was not trained on; needles.png, by length and depth
     training.jsonl    loss and share of exact answers along training; TensorBoard's files where that is installed
     data/             tokenizer and background as token ids; --data keeps them elsewhere, for several runs
     run.json          settings, stages, result
 
-The same command with --resume goes on with a run that was interrupted. `--plan paper` is the paper's curriculum, and
-`--write-plan FILE` writes a plan to edit and give back as --plan-file. On several GPUs each process adds a batch of
+The same command with --resume goes on with a run that was interrupted. `--plan long` ends with 65,536 tokens, `--plan
+paper` is the paper's curriculum, and `--write-plan FILE` writes a plan to edit and give back as --plan-file. The
+paper's tokenizer is --tokenizer gpt2, in which a passkey takes two or three tokens. --prepare-only makes data/ on a
+machine without a GPU; elsewhere --data names it, without --text. On several GPUs each process adds a batch of
 its own: `accelerate launch --num_processes 8 examples/train_needles.py …`.
 """
 
@@ -38,7 +40,7 @@ from transformers import AutoTokenizer, set_seed
 from nearfar import ProxyFormerConfig, ProxyFormerForCausalLM, __version__
 from nearfar.evaluation.card_data import Metric, card_data
 from nearfar.evaluation.machine import machine_report
-from nearfar.evaluation.multi_needle import NeedleResults, evaluate_needles, least_length
+from nearfar.evaluation.multi_needle import NeedleResults, evaluate_needles, least_length, write_heat_map
 from nearfar.evaluation.needle_documents import (
     DEFAULT_IDS,
     NeedleDocuments,
@@ -235,26 +237,38 @@ def check_run(options: argparse.Namespace) -> bool:
 
 
 def evaluate(
-    options: argparse.Namespace, model: ProxyFormerForCausalLM, tokenizer: Any, held_out: torch.Tensor
+    options: argparse.Namespace, model: ProxyFormerForCausalLM, templates: NeedleTemplates, held_out: torch.Tensor
 ) -> NeedleResults:
-    """Accuracy at --eval-lengths."""
+    """Accuracy at --eval-lengths, in needles.json and as a heat map in needles.png."""
     device = model.get_input_embeddings().weight.device
+    if templates.num_ids != (ids := max(DEFAULT_IDS, options.needles)):
+        templates = NeedleTemplates(templates.tokenizer, num_ids=ids)  # seconds where digits merge
+    results: NeedleResults | None = None
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
-        return evaluate_needles(
-            model,
-            tokenizer,
-            held_out,
-            options.eval_lengths,
-            options.eval_documents,
-            options.needles,
-            batch_size=options.needles,
-            seed=options.seed,
-            quick=options.eval_quick,
-            path=options.output / "needles.json",
-            restart=True,
-            model_name=options.output.name,
-            record={"command": options.command},
-        )
+        for length, count in sorted(options.eval_counts.items()):
+            results = evaluate_needles(
+                model,
+                templates.tokenizer,
+                held_out,
+                [length],
+                count,
+                options.needles,
+                batch_size=min(options.needles, options.eval_batch_size),
+                seed=options.seed,
+                quick=options.eval_quick,
+                path=options.output / "needles.json",
+                restart=results is None,  # further lengths join those before
+                model_name=options.output.name,
+                record={"command": options.command},
+                templates=templates,
+            )
+    assert results is not None
+    needles = f"{options.needles} needle{'s' if options.needles > 1 else ''} a document"
+    try:
+        write_heat_map(options.output / "needles.png", results, f"{options.output.name}: {needles}")
+    except ImportError as error:
+        print(f"no figure: {error}")
+    return results
 
 
 def make_trainer(options: argparse.Namespace, templates: NeedleTemplates, text: torch.Tensor) -> NeedleTrainer:
@@ -289,7 +303,7 @@ def train(options: argparse.Namespace, trainer: NeedleTrainer, tokenizer: Any, h
         save_model(options.output / "model", model, tokenizer)
         accuracy = []
         if options.eval_lengths:
-            found = evaluate(options, model, tokenizer, held_out)
+            found = evaluate(options, model, trainer.documents.templates, held_out)
             measure = str(found.settings["measure"])
             for length, counts in found.lengths.items():
                 accuracy.append({
@@ -350,7 +364,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("evaluation").add_argument
     add("--eval-lengths", type=int, nargs="*", default=[8192], metavar="TOKENS", help="none: no evaluation")
-    add("--eval-documents", type=int, default=20, help="of each length, all needles asked for")
+    add("--eval-documents", type=int, nargs="+", default=[20], metavar="COUNT",
+        help="of each length, or a number for every length; all needles are asked for")  # fmt: skip
+    add("--eval-batch-size", type=int, default=50,
+        help="questions at once; decoding copies the cache as often: fewer for very long documents")  # fmt: skip
     add("--eval-needles", type=int, help="default: the last stage's")
     add("--eval-quick", action="store_true", help="exact answers in one pass, instead of greedy decoding")
 
@@ -381,6 +398,23 @@ def chosen_plan(options: argparse.Namespace) -> NeedlePlan:
     return dataclasses.replace(plan, **changes)
 
 
+def document_counts(lengths: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
+    """Length -> documents.
+
+    Raises:
+        ValueError: neither one count nor one for every length, a count below 1, or a length that is given twice.
+    """
+    if min(counts) < 1:
+        raise ValueError(f"--eval-documents must be at least 1, got {min(counts)}")
+    if len(counts) == 1:
+        return dict.fromkeys(lengths, counts[0])
+    if len(counts) != len(lengths):
+        raise ValueError(f"--eval-documents has {len(counts)} numbers for {len(lengths)} --eval-lengths")
+    if len(set(lengths)) < len(lengths):
+        raise ValueError("--eval-lengths names a length twice")
+    return dict(zip(lengths, counts, strict=True))
+
+
 def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on other arguments.
 
@@ -400,10 +434,11 @@ def resolve(options: argparse.Namespace) -> None:
         raise ValueError(f"--eval-needles must be at least 1, got {options.eval_needles}")
     for name in (
         "hidden_size", "layers", "compression_ratio", "vocabulary", "tokenizer_characters", "background_tokens",
-        "eval_documents",
+        "eval_batch_size",
     ):  # fmt: skip
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    options.eval_counts = document_counts(options.eval_lengths, options.eval_documents)
     if options.heads is None:
         options.heads = max(1, options.hidden_size // 64)
     if options.heads < 1 or options.hidden_size % options.heads:

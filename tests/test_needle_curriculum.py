@@ -72,6 +72,11 @@ def test_built_in_plans_are_the_designs() -> None:
     shapes = [(s.length, s.needles, s.documents, s.queries, s.leave_at) for s in fast.stages]
     assert shapes == [(256, 1, 256, 1, 0.5), (512, 8, 64, 8, 0.6), (2048, 25, 16, 25, 0.6), (8192, 50, 8, 50, None)]
     assert (fast.optimizer, fast.learning_rate, fast.warmup_steps) == ("muon", 3e-3, 100)
+    longer = NEEDLE_PLANS["long"].stages
+    assert longer[:3] == fast.stages[:3]
+    assert [(s.length, s.needles, s.queries) for s in longer[3:]] == [(8192, 50, 50), (65536, 50, 50)]
+    assert longer[3].leave_at, "or the run would end with it"
+    assert longer[3].max_steps
     kinds = [(s.length, s.needles, s.history, s.rope) for s in paper.stages]
     assert kinds == [
         (256, 1, False, True),

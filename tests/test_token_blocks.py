@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from nearfar.training import token_blocks
-from nearfar.training.token_blocks import TokenBlocks, load_token_blocks
+from nearfar.training.token_blocks import TokenBlocks, load_token_blocks, write_token_file
 
 EOS = 256  # of the tiny tokenizer, whose other ids are bytes
 
@@ -404,6 +404,33 @@ def test_bad_sources(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None
     with pytest.raises(ValueError, match="no end-of-text token"):
         load_token_blocks(file, without_end, 2)
     assert len(load_token_blocks(file, without_end, 2, separator_token="<|end|>")) == 4
+
+
+def test_token_file(
+    tokenizer: PreTrainedTokenizerFast, merging_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    text = write(tmp_path / "a.txt", english(100))
+    blocks = load_token_blocks(text, tokenizer, 9)
+    assert blocks.dropped_tokens
+    file = write_token_file(tmp_path / "tokens" / "a.npz", blocks, tokenizer)
+    again = load_token_blocks([file], tokenizer, 5, cache_dir=tmp_path / "cache")
+    assert again.tokens.dtype == np.uint16
+    assert np.array_equal(again.tokens, load_token_blocks(text, tokenizer, 5).tokens)
+    assert len(load_token_blocks(file, tokenizer, 5, max_tokens=12)) == 2
+    assert not (tmp_path / "cache").exists(), "there is nothing to keep"
+    with pytest.raises(ValueError, match="another vocabulary"):
+        load_token_blocks(file, merging_tokenizer, 5)
+    with pytest.raises(ValueError, match="nothing beside it"):
+        load_token_blocks([file, text], tokenizer, 5)
+    with pytest.raises(ValueError, match="do not fill one block of 100000"):
+        load_token_blocks(file, tokenizer, 100_000)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        load_token_blocks(tmp_path / "b.npz", tokenizer, 5)
+    with pytest.raises(ValueError, match="a token file ends in"):
+        write_token_file(tmp_path / "a.npy", blocks, tokenizer)
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(ValueError, match="is no token file, or damaged"):
+        load_token_blocks(file, tokenizer, 5)
 
 
 def test_blocks_of_an_array() -> None:

@@ -120,6 +120,10 @@ def test_saved_model_has_the_logged_loss(finished: Path, files: Path) -> None:
             logits = model(ids, use_cache=False).logits
         expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
         assert losses(finished / name)[STEPS]["long"] == pytest.approx(expected, abs=2e-6)
+        rows = json.loads((finished / name / "run.json").read_text())["result"]["row_losses"]["long"]
+        assert rows == pytest.approx(
+            [F.cross_entropy(row[:-1], wanted[1:]).item() for row, wanted in zip(logits, ids, strict=True)], abs=5e-6
+        )
         assert not list((finished / name).glob("checkpoint-*"))
 
 
@@ -138,6 +142,27 @@ def test_summary(finished: Path) -> None:
     assert dar["tokens_per_second"] > 0
     assert (finished / "perplexity.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert (finished / "perplexity.png").stat().st_size > 10_000
+
+
+def test_token_files_and_no_weights(script: ModuleType, files: Path, finished: Path, tmp_path: Path) -> None:
+    """Text that was tokenised elsewhere gives the same run; without weights and checkpoints, figures are left."""
+    spec = importlib.util.spec_from_file_location("write_tokens", ROOT / "examples" / "write_tokens.py")
+    assert spec is not None and spec.loader is not None
+    write_tokens = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(write_tokens)
+    texts = [f"{name}={files / name}.txt" for name in ("train", "short", "long")]
+    assert write_tokens.main([*texts, "--tokenizer", str(files / "tokenizer"), "--out", str(tmp_path)]) == 0
+    with pytest.raises(SystemExit):
+        write_tokens.main(["train.txt", "--tokenizer", str(files / "tokenizer"), "--out", str(tmp_path)])
+    more = (
+        "--text", tmp_path / "train.npz", "--variant", "dar:w=8,d=4", "--no-keep-weights", "--save-every", STEPS + 1,
+    )  # fmt: skip
+    options = arguments(files, tmp_path / "runs", *more)
+    options = [option.replace(str(files / "long.txt"), str(tmp_path / "long.npz")) for option in options]
+    assert script.main(options) == 0
+    assert losses(tmp_path / "runs" / "dar-w8-d4") == losses(finished / "dar-w8-d4")
+    left = {file.name for file in (tmp_path / "runs" / "dar-w8-d4").iterdir()} - {"runs"}
+    assert left == {"run.json", "perplexity.jsonl", "log_history.json"}
 
 
 def test_finished_variants_are_skipped(

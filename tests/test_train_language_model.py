@@ -111,6 +111,9 @@ def test_logged_loss_is_that_of_the_same_tokens(finished: Path, files: Path) -> 
         assert losses(finished / name)[STEPS] == pytest.approx(expected, abs=5e-6), name
         result = json.loads((finished / name / "run.json").read_text())["result"]
         assert result["perplexity"]["held"] == pytest.approx(math.exp(expected), rel=1e-5)
+        rows = result["row_losses"]["held"]
+        assert len(rows) == 5
+        assert sum(rows) / 5 == pytest.approx(expected, abs=5e-6)
         assert result["perplexity_by_block"]["held"] == pytest.approx([math.exp(loss) for loss in by_block], rel=1e-5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -14,13 +15,14 @@ import pytest
 import torch
 import transformers
 from tiny_texts import english
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from nearfar import ProxyFormerConfig, ProxyFormerForCausalLM
 from nearfar.evaluation.multi_needle import NeedleResults
 from nearfar.evaluation.needle_documents import NeedleDocuments, NeedleTemplates, encode_background
 from nearfar.training.digit_tokenizer import train_digit_tokenizer
-from nearfar.training.needle_curriculum import NeedlePlan, NeedleStage
+from nearfar.training.needle_curriculum import NEEDLE_PLANS, NeedlePlan, NeedleStage
 from nearfar.training.needle_training import LOG_NAME, NeedleTrainer, NeedleTraining, last_checkpoint
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "train_needles.py"
@@ -274,6 +276,7 @@ def test_script_from_end_to_end(
     assert [row["length"] for row in run["result"]["accuracy"]] == [96, 200]
     assert [row["asked"] for row in run["result"]["accuracy"]] == [6, 6]
     assert not list(whole.glob("checkpoint-*"))
+    assert (whole / "needles.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     results = NeedleResults.read(whole / "needles.json")
     assert results.lengths[96].found == run["result"]["accuracy"][0]["found"]
 
@@ -324,6 +327,10 @@ def test_script_from_end_to_end(
         (("--dataset", "some/data"), "--text or --dataset"),
         (("--heads", 5), "--heads must divide"),
         (("--eval-lengths", 20), "--eval-lengths must be at least"),
+        (("--eval-documents", 1, 2, 3), "--eval-documents has 3 numbers for 2 --eval-lengths"),
+        (("--eval-documents", 1, 0), "--eval-documents must be at least 1, got 0"),
+        (("--eval-documents", 1, 2, "--eval-lengths", 96, 96), "names a length twice"),
+        (("--eval-batch-size", 0), "--eval-batch-size must be at least 1, got 0"),
         (("--vocabulary", 300), "data of another vocabulary"),
         (("--layers", 0), "--layers must be at least 1, got 0"),
         (("--save-every", 3), "multiple of log_every"),
@@ -338,6 +345,48 @@ def test_script_refuses(
         script.main(arguments(files, tmp_path / "output", *more))
     assert leaving.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_documents_by_length(script: ModuleType) -> None:
+    assert script.document_counts([200, 96], [3, 5]) == {200: 3, 96: 5}
+    assert script.document_counts([200, 96, 96], [3]) == {200: 3, 96: 3}
+    assert script.document_counts([], [20]) == {}
+
+
+@pytest.mark.slow  # all 100,000 passkeys are encoded
+def test_digits_that_merge_and_documents_by_length(script: ModuleType, files: Path, tmp_path: Path) -> None:
+    """A tokenizer such as GPT-2's, whose tokens of several digits make passkeys of unequal length; the long plan."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    numbers = " ".join(f"{(7919 * index) % 100_000:05d} {index % 1000}" for index in range(3000))
+    trained = trainers.BpeTrainer(vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    backend.train_from_iterator([english(300), numbers], trained)
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(tmp_path / "merging")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merging")
+    lengths = {len(tokenizer(f" {value:05d}").input_ids) for value in range(0, 100_000, 1111)}
+    assert len(lengths) > 1
+    assert max(lengths) < 6
+
+    stages = tuple(
+        dataclasses.replace(
+            stage, length=160 * 2**number, needles=number + 1, documents=1, queries=number + 1, max_steps=1
+        )
+        for number, stage in enumerate(NEEDLE_PLANS["long"].stages)
+    )
+    plan = dataclasses.replace(NEEDLE_PLANS["long"], stages=stages, steps=9, warmup_steps=1)
+    (tmp_path / "plan.json").write_text(json.dumps(plan.to_dict()), encoding="utf-8")
+    more = (
+        "--plan-file", tmp_path / "plan.json", "--tokenizer", tmp_path / "merging", "--data", tmp_path / "data",
+        "--eval-lengths", 400, 300, "--eval-documents", 1, 2, "--eval-batch-size", 3,
+        "--log-every", 1, "--save-every", 9,
+    )  # fmt: skip
+    assert script.main(arguments(files, tmp_path / "run", *more)) == 0
+    assert [line["stage"] for line in log_of(tmp_path / "run")] == [0, 1, 2, 3, 4]
+    assert log_of(tmp_path / "run")[-1]["length"] == 2560
+    results = NeedleResults.read(tmp_path / "run" / "needles.json")
+    assert {length: len(result.hits) for length, result in results.lengths.items()} == {300: 2, 400: 1}
+    assert all(result.asked == 5 * len(result.hits) for result in results.lengths.values())
 
 
 def test_plans_are_written(script: ModuleType, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ A plan is data: stages that share weights and optimiser state, and how these are
         ...
         curriculum.update(steps=10, loss=mean_loss, exact=mean_exact)
 
-`"fast"` learns 8,192 tokens with 50 needles from random weights in some 2,600 steps. `"paper"` is the curriculum of
+`"fast"` learns 8,192 tokens with 50 needles from random weights in some 2,600 steps. `"long"` goes on from there to
+65,536 tokens, in batches of the same size. `"paper"` is the curriculum of
 the ProxyFormer paper (Section 5.3): a plain decoder first, then proxies, then many needles, then longer documents and
 no rotary embedding. Where the paper gives no number (batch sizes, steps), the plan chooses one.
 """
@@ -231,6 +232,20 @@ NEEDLE_PLANS: dict[str, NeedlePlan] = {
             NeedleStage(8192, 50, 8, 50),
         ),
         steps=3000,
+        plateau_steps=1500,
+        warmup_steps=100,
+    ),
+    "long": NeedlePlan(
+        name="long",
+        stages=(
+            NeedleStage(256, 1, 256, 1, leave_at=0.5),
+            NeedleStage(512, 8, 64, 8, leave_at=0.6),
+            NeedleStage(2048, 25, 16, 25, leave_at=0.6),
+            # By then it is learnt but for what a lower learning rate mends, which the last stage's does.
+            NeedleStage(8192, 50, 8, 50, leave_at=0.8, max_steps=1500),
+            NeedleStage(65_536, 50, 2, 50),
+        ),
+        steps=4000,
         plateau_steps=1500,
         warmup_steps=100,
     ),

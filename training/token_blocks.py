@@ -6,6 +6,12 @@ and what does not fill a last block is left out. On disk a token takes 2 bytes (
 
     blocks = load_token_blocks("book.txt.xz", tokenizer, 2048, cache_dir="tokens")
     blocks[0]["input_ids"]  # (2048,), int64
+
+A cache belongs to its machine. To tokenise on one and train on another, carry a token file, which is packed, knows its
+tokenizer's vocabulary and takes a text's place::
+
+    write_token_file("book.npz", blocks, tokenizer)
+    load_token_blocks("book.npz", tokenizer, 2048)
 """
 
 from __future__ import annotations
@@ -17,6 +23,8 @@ import io
 import json
 import lzma
 import re
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,10 +44,13 @@ from nearfar.modeling.atomic_file import write_beside
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SEPARATOR_LINE", "TokenBlocks", "load_token_blocks", "text_documents"]
+__all__ = ["SEPARATOR_LINE", "TokenBlocks", "load_token_blocks", "text_documents", "write_token_file"]
 
 # A line of a plain text file that holds nothing else separates two documents.
 SEPARATOR_LINE = "<|endoftext|>"
+
+# Of a token file; see `write_token_file`.
+TOKEN_SUFFIX = ".npz"
 
 _PLAIN_SUFFIXES = (".txt", ".md")
 _JSON_SUFFIXES = (".json", ".jsonl")
@@ -130,7 +141,8 @@ def load_token_blocks(
             any other file that is named itself), or `.jsonl` / `.json` with a text in `text_field` of each object;
             each also packed as `.xz` or `.gz`. A plain text file is one document, or several with a line
             `<|endoftext|>` between them; white space around a document is dropped. Or one string that names no file:
-            a `datasets` id, `id` or `id:config`, streamed in its own order.
+            a `datasets` id, `id` or `id:config`, streamed in its own order. Or one token file, `.npz`, which is read
+            into memory and makes `cache_dir` and `separator_token` idle.
         tokenizer: its end-of-text token goes between documents; it adds no other special token.
         block_tokens: tokens of a block, >= 2; an incomplete last block is left out.
         split: of a `datasets` id.
@@ -144,13 +156,22 @@ def load_token_blocks(
     Raises:
         ValueError: no text, or too little for one block; a file that is no UTF-8 text, damaged, or without
             `text_field`; a separator that is not in the tokenizer's vocabulary, or a tokenizer without end-of-text
-            token; `block_tokens` or `max_tokens` out of range.
+            token; a token file of another tokenizer or beside other sources; `block_tokens` or `max_tokens` out of
+            range.
         FileNotFoundError: a file or folder that does not exist.
         ImportError: a `datasets` id without the `datasets` package.
     """
     _check_block_tokens(block_tokens)
     if max_tokens is not None and max_tokens < block_tokens:
         raise ValueError(f"max_tokens={max_tokens} does not fill one block of {block_tokens} tokens")
+    named = [sources] if isinstance(sources, (str, Path)) else list(sources)
+    if token_files := [str(source) for source in named if Path(source).suffix.lower() == TOKEN_SUFFIX]:
+        if len(named) > 1:
+            raise ValueError(f"{token_files[0]} is a token file, which stands for all text: give nothing beside it")
+        tokens = _read_token_file(Path(token_files[0]).expanduser(), tokenizer)[:max_tokens]
+        if tokens.size < block_tokens:
+            raise ValueError(f"{token_files[0]}: {tokens.size} tokens do not fill one block of {block_tokens}")
+        return TokenBlocks(tokens, block_tokens)
     separator = _separator_id(tokenizer, separator_token)
     found = _find_sources(sources, split, text_field)
     highest = max(max(tokenizer.get_vocab().values()), separator)
@@ -185,6 +206,47 @@ def load_token_blocks(
             "smaller block_tokens"
         )
     return TokenBlocks(tokens, block_tokens)
+
+
+def write_token_file(path: str | Path, blocks: TokenBlocks, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Write tokens as one packed file, about a byte a token, for `load_token_blocks` on any machine.
+
+    Args:
+        path: ends in `.npz`; written beside, then renamed.
+        blocks: all of their stream is written, a last incomplete block with it.
+        tokenizer: that the tokens are of. Its vocabulary's digest goes along.
+
+    Raises:
+        ValueError: another ending.
+    """
+    path = Path(path)
+    if path.suffix.lower() != TOKEN_SUFFIX:
+        raise ValueError(f"a token file ends in {TOKEN_SUFFIX}, got {path}")
+
+    def write(beside: Path) -> None:
+        with open(beside, "wb") as file:  # by name, numpy would add an ending
+            np.savez_compressed(file, tokens=blocks._stream, vocabulary=np.array(_vocabulary_key(tokenizer)))
+
+    return write_beside(path, write)
+
+
+def _read_token_file(path: Path, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            tokens, vocabulary = file["tokens"], str(file["vocabulary"])
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is no token file, or damaged: {error}") from None
+    if vocabulary != _vocabulary_key(tokenizer):
+        raise ValueError(f"{path} holds tokens of a tokenizer with another vocabulary: write it anew with this one")
+    return tokens
+
+
+def _vocabulary_key(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of which id is which token: unlike `_tokenizer_key` it is the same in all versions of the libraries."""
+    described = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
+    return hashlib.sha256(described.encode()).hexdigest()
 
 
 def text_documents(path: str | Path) -> Iterator[tuple[str, str]]:
