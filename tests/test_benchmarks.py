@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from tiny_texts import english, save_tiny_checkpoint, save_tiny_proxy
 
+from nearfar import cli
 from nearfar.modeling.cache_proxykv import ProxyKVCache
 
 
@@ -166,6 +169,78 @@ def test_pruning_quality(
     assert calls == [] and capsys.readouterr().out.splitlines()[-3:] == again.splitlines()[-3:]
     assert _quality(tiny, tmp_path, "--seed", "1") == 2
     assert "another seed" in capsys.readouterr().err
+
+
+def test_pruning_quality_at_budgets_in_shards(
+    tiny: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes' parts are the whole; what is complete is printed without a model."""
+    more = ["--budgets", "32,64", "--policies", "full,random"]
+    for shard in ("0/2", "1/2"):
+        assert _quality(tiny, tmp_path, *more, "--shard", shard) == 0
+    assert "shard 1/2: 1 of 1 trials" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "measurements.jsonl").read_text().splitlines()[1:]]
+    # Two needle contexts and an essay; each once in full and at both budgets, in 4 heads.
+    assert len({(row["kind"], row["trial"], row["size"]) for row in rows}) == len(rows) == 3 * 3
+    assert all(row["size"] is None or row["kept_pairs"] == 4 * row["size"] for row in rows)
+    assert {row["trial"]: row["shard"] for row in rows if row["kind"] == "needle"} == {0: [0, 2], 1: [1, 2]}
+
+    monkeypatch.setattr(pruning_quality.cli, "load_model", None)
+    assert _quality(tiny, tmp_path, *more) == 0
+    shown = capsys.readouterr().out
+    table = [line for line in shown.splitlines() if line.startswith(("policy", "full", "Random"))]
+    assert table[0].split() == (
+        [
+            "policy",
+            "hits",
+            "32",
+            "log-prob",
+            "ppl",
+            "hits",
+            "64",
+            "log-prob",
+            "ppl",
+            "essays",
+            "32",
+            "essays",
+            "64",
+            "scoring",
+            "%",
+            "eviction",
+            "%",
+        ]
+    )
+    assert "times of a shared machine" in shown and "so far" not in shown and "budget 32, 64" in shown
+    essays = {row["size"]: row["nats"] for row in rows if row["kind"] == "essay"}
+    assert table[2].split()[7:9] == [f"{math.exp(essays[budget]):.2f}" for budget in (32, 64)]
+    assert pruning_quality.main(["--out", str(tmp_path), "--table"]) == 0
+    assert capsys.readouterr().out.splitlines()[-3:] == shown.splitlines()[-3:]
+    assert pruning_quality.main(["--out", str(tmp_path / "none"), "--table"]) == 2
+    assert "nothing has been measured" in capsys.readouterr().err and not (tmp_path / "none").exists()
+    for wrong in (["--shard", "2/2"], ["--shard", "1"], ["--budgets", "0"], ["--table"]):
+        with pytest.raises(SystemExit):
+            pruning_quality.parse(wrong)
+
+
+def test_records_of_several_processes(tmp_path: Path) -> None:
+    """Nobody's lines are lost, torn or counted twice, and all begin with the same settings."""
+    settings = {"seed": 0, "essay": [1, 2]}
+
+    def write(number: int) -> int:
+        records = pruning_quality.Records(tmp_path, settings)
+        for trial in range(50):
+            row = {"kind": "needle", "trial": trial, "variant": f"v{number % 3}", "size": 0.5, "text": "x" * 500}
+            records.add(row)
+        return len(records.refresh())
+
+    with ThreadPoolExecutor(6) as pool:
+        assert max(pool.map(write, range(6))) == 150
+    with (tmp_path / "measurements.jsonl").open("a") as file:
+        file.write('{"kind": "nee')  # a process was killed
+    pruning_quality.Records(tmp_path, settings).add({"kind": "essay", "trial": 0, "variant": "full", "size": None})
+    assert len(pruning_quality.Records(tmp_path, settings).rows) == 151
+    with pytest.raises(cli.UserError, match="another seed"):
+        pruning_quality.Records(tmp_path, {**settings, "seed": 1})
 
 
 def test_pruning_quality_refuses_texts_that_are_too_short(
