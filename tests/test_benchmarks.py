@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from test_mapper_training import write_pairs
 from tiny_texts import english, save_tiny_checkpoint, save_tiny_proxy
 
 from nearfar import cli
@@ -29,6 +30,8 @@ def _script(name: str) -> ModuleType:
 
 decode_scaling, pruning_quality = _script("decode_scaling"), _script("pruning_quality")
 dar_attention, dar_training, dar_decode = (_script(f"dar_{name}") for name in ("attention", "training", "decode"))
+
+mapper_ablation = _script("mapper_ablation")
 
 MACHINE = ["--device", "cpu", "--threads", "1"]
 
@@ -270,6 +273,52 @@ def test_decode_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "4 times the tokens, 1.00 times the bytes" in shown
     assert decode_scaling.main(["--min-tokens", "64", "--max-tokens", "64", "--budget", "0", *MACHINE]) == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_mapper_ablation(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    write_pairs(tmp_path / "pairs", [40, 30, 30, 40])
+    out = tmp_path / "out"
+    tiny = ["--hidden-size", "16", "--layers", "1", "--heads", "2", "--head-dim", "4", "--crop-tokens", "16"]
+    tiny += ["--rank-samples", "16", "--batch-size", "2", "--validation", "0.3"]
+    command = [
+        "--pairs",
+        str(tmp_path / "pairs"),
+        "--out",
+        str(out),
+        "--steps",
+        "4",
+        "--epoch-steps",
+        "4",
+        *tiny,
+        *MACHINE,
+    ]
+    assert mapper_ablation.main([*command, "--variants", "whole,no-binary", "--seeds", "0,1"]) == 0
+    (seeds_apart,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("without")]
+    assert "±" in seeds_apart
+    assert mapper_ablation.main([*command, "--variants", "no-encoder"]) == 0
+    shown = capsys.readouterr().out
+    names = ["no-binary-seed0", "no-binary-seed1", "no-encoder-seed0", "whole-seed0", "whole-seed1"]
+    assert [path.stem for path in sorted(out.glob("*.json"))] == names
+    results = {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
+    assert all(result["trained_steps"] == 4 for result in results.values())
+    assert results["no-encoder-seed0"]["parameters"] < results["whole-seed0"]["parameters"]
+    assert results["no-binary-seed0"]["parameters"] == results["whole-seed0"]["parameters"]
+    cells = next(line for line in shown.splitlines() if line.startswith("without the encoder")).split()[3:]
+    mass = [results[name]["mass"]["context"]["0.3"]["relative"] for name in ("no-encoder-seed0", "whole-seed0")]
+    assert cells[-2:] == [f"{100 * mass[0]:.2f}", f"{100 * (mass[0] - mass[1]):+.2f}"]
+    assert (out / "mapper_ablation.png").read_bytes()[:4] == b"\x89PNG" and not list((out / "runs").iterdir())
+
+    # What is there is not trained again, and only under the same settings.
+    monkeypatch.setattr(mapper_ablation, "train", None)
+    assert mapper_ablation.main([*command, "--variants", "whole"]) == 0
+    assert mapper_ablation.main(["--out", str(out), "--table"]) == 0
+    assert capsys.readouterr().out.splitlines()[-3:] == shown.splitlines()[-3:]
+    assert mapper_ablation.main([*command, "--variants", "whole", "--learning-rate", "1"]) == 2
+    assert "another learning_rate" in capsys.readouterr().err
+    assert mapper_ablation.main(["--out", str(tmp_path / "none"), "--table"]) == 2
+    with pytest.raises(SystemExit):
+        mapper_ablation.parse([*command, "--variants", "no-luck"])
 
 
 def test_dar_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
