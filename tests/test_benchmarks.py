@@ -281,21 +281,13 @@ def test_mapper_ablation(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     out = tmp_path / "out"
     tiny = ["--hidden-size", "16", "--layers", "1", "--heads", "2", "--head-dim", "4", "--crop-tokens", "16"]
     tiny += ["--rank-samples", "16", "--batch-size", "2", "--validation", "0.3"]
-    command = [
-        "--pairs",
-        str(tmp_path / "pairs"),
-        "--out",
-        str(out),
-        "--steps",
-        "4",
-        "--epoch-steps",
-        "4",
-        *tiny,
-        *MACHINE,
-    ]
-    assert mapper_ablation.main([*command, "--variants", "whole,no-binary", "--seeds", "0,1"]) == 0
-    (seeds_apart,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("without")]
-    assert "±" in seeds_apart
+    tiny += ["--steps", "4", "--epoch-steps", "4", *MACHINE]
+    command = ["--pairs", str(tmp_path / "pairs"), "--out", str(out), *tiny]
+    with monkeypatch.context() as quick:
+        quick.setattr(mapper_ablation, "draw", lambda path, results: path.write_text(""))
+        assert mapper_ablation.main([*command, "--variants", "whole,no-binary", "--seeds", "0,1"]) == 0
+        (seeds_apart,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("without")]
+        assert "±" in seeds_apart
     assert mapper_ablation.main([*command, "--variants", "no-encoder"]) == 0
     shown = capsys.readouterr().out
     names = ["no-binary-seed0", "no-binary-seed1", "no-encoder-seed0", "whole-seed0", "whole-seed1"]
@@ -308,6 +300,7 @@ def test_mapper_ablation(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     mass = [results[name]["mass"]["context"]["0.3"]["relative"] for name in ("no-encoder-seed0", "whole-seed0")]
     assert cells[-2:] == [f"{100 * mass[0]:.2f}", f"{100 * (mass[0] - mass[1]):+.2f}"]
     assert (out / "mapper_ablation.png").read_bytes()[:4] == b"\x89PNG" and not list((out / "runs").iterdir())
+    monkeypatch.setattr(mapper_ablation, "draw", lambda path, results: path.write_text(""))
 
     # What is there is not trained again, and only under the same settings.
     monkeypatch.setattr(mapper_ablation, "train", None)
