@@ -18,6 +18,7 @@ stands the difference from the whole, seed by seed; ± is its standard deviation
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 import statistics
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from nearfar import cli
 from nearfar.evaluation.comparison import aligned_table
@@ -79,6 +81,9 @@ def settings_of(args: argparse.Namespace, pairs: MapperPairs) -> dict[str, Any]:
 def train(args: argparse.Namespace, pairs: MapperPairs, variant: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train one variant, or go on with it, and measure it."""
     left_out = variant.removeprefix("no-")
+    loss = MapperLoss(scope=args.loss_scope, samples=args.rank_samples)
+    if left_out in LOSSES:
+        loss = dataclasses.replace(loss, **{left_out: 0.0})  # type: ignore[arg-type]
     options = MapperTraining(
         epochs=10**6,
         steps=args.steps,
@@ -93,9 +98,7 @@ def train(args: argparse.Namespace, pairs: MapperPairs, variant: str, seed: int,
         seed=seed,
         save_every=None,
         bf16=args.bf16,
-        loss=MapperLoss(
-            scope=args.loss_scope, samples=args.rank_samples, **({left_out: 0.0} if left_out in LOSSES else {})
-        ),
+        loss=loss,
     )
     mapper = new_mapper(
         pairs,
@@ -154,9 +157,13 @@ def measure_variants(args: argparse.Namespace) -> None:
                     continue
                 print(f"seed {seed}, {VARIANTS[variant]}", file=sys.stderr)
                 folder = args.out / "runs" / path.stem
-                text = json.dumps(train(args, pairs, variant, seed, folder), indent=1) + "\n"
-                write_beside(path, lambda file, text=text: file.write_text(text, encoding="utf-8"))
+                write_json(path, train(args, pairs, variant, seed, folder))
                 shutil.rmtree(folder)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=1) + "\n"
+    write_beside(path, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
@@ -240,7 +247,8 @@ def draw(path: Path, results: dict[str, dict[int, dict[str, Any]]]) -> None:
         axis.set_xlabel("change of KVzip's mass kept, points", fontsize=9)
         axis.tick_params(labelsize=8.5)
         axis.grid(axis="x", alpha=0.25)
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize=8, frameon=False)
+        axis.set_axisbelow(True)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=8, frameon=False)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     panels[0].invert_yaxis()
@@ -307,6 +315,7 @@ def run(args: argparse.Namespace) -> None:
             torch.cuda.set_device(device)
         args.bf16 = cli.find_dtype(args, device) == torch.bfloat16
         cli.set_threads(args, device)
+        transformers_logging.disable_progress_bar()
         measure_variants(args)
     results = read_results(args.out)
     if not results:

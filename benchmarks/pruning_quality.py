@@ -446,7 +446,7 @@ class Records:
             lines = self._new_lines()
             if not lines:
                 self._append({"settings": settings, "machine": machine})
-        header = json.loads(lines[0]) if lines else {"settings": settings, "machine": machine}
+        header: dict[str, Any] = json.loads(lines[0]) if lines else {"settings": settings, "machine": machine}
         before = header["settings"]
         if header.get("machine"):
             self.machines = [header["machine"]]
