@@ -549,6 +549,9 @@ def beside_kvzip(rows: Sequence[dict[str, Any]], labels: Sequence[str], sizes: S
         cells, found, masses = [label], [0, 0], []
         for size in sizes:
             mine, theirs = at(label, size), at(kvzip, size)
+            # Of a run that is not finished, the trials that both have.
+            both = {row["trial"] for row in mine} & {row["trial"] for row in theirs}
+            mine, theirs = ([row for row in of if row["trial"] in both] for of in (mine, theirs))
             hits, most = (sum(row["hit"] for row in of) for of in (mine, theirs))
             found = [found[0] + hits, found[1] + most]
             cells.append(f"{100 * hits / most:.1f}" if most else "-")
