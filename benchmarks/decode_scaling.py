@@ -1,7 +1,7 @@
 """Bytes and time of a decode step as more and more tokens have been seen: a full cache against pruned ones.
 
     python benchmarks/decode_scaling.py                        # a small random Llama; 1 K to 32 K, on a GPU to 64 K
-    python benchmarks/decode_scaling.py --layers 32 --hidden-size 4096 --heads 32 --kv-heads 8 --out results/
+    python benchmarks/decode_scaling.py --layers 16 --hidden-size 2048 --heads 16 --kv-heads 8 --out results/
     python benchmarks/decode_scaling.py --model smollm2-135m-instruct --max-tokens 8192
 
 The pruned caches really read that many tokens (random ones, in chunks, evicting after each). The full cache,
