@@ -1,7 +1,7 @@
 """Bytes and time of a decode step as more and more tokens have been seen: a full cache against pruned ones.
 
-    python benchmarks/decode_scaling.py                                        # a small random Llama, 1 K to 32 K
-    python benchmarks/decode_scaling.py --max-tokens 65536 --device cuda --out results/
+    python benchmarks/decode_scaling.py                        # a small random Llama; 1 K to 32 K, on a GPU to 64 K
+    python benchmarks/decode_scaling.py --layers 16 --hidden-size 2048 --heads 16 --kv-heads 8 --out results/
     python benchmarks/decode_scaling.py --model smollm2-135m-instruct --max-tokens 8192
 
 The pruned caches really read that many tokens (random ones, in chunks, evicting after each). The full cache,
@@ -11,7 +11,8 @@ a random model's proactive cache scores with random prototypes.
 
 Each figure is measured over --steps decode steps at batch 1 after a few untimed ones: the median step, the mean step
 (which contains the evictions that come every few dozen steps), and the largest number of bytes held. The cache is put
-back to the given length after each measurement.
+back to the given length after each measurement. The JSON is written after each length, so that a run that is cut off
+leaves what it measured.
 """
 
 from __future__ import annotations
@@ -176,11 +177,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--caches", default="full,streaming_llm,proactive", help="comma-separated registered names")
+    parser.add_argument(
+        "--caches", default="full,streaming_llm,h2o,snapkv,proactive", help="comma-separated registered names"
+    )
     parser.add_argument("--prototypes", help="for the proactive cache (default: packaged ones, or random ones)")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--min-tokens", type=int, default=1024)
-    parser.add_argument("--max-tokens", type=int, default=32768)
+    parser.add_argument("--max-tokens", type=int, help="default: 32,768 on a CPU, 65,536 on a GPU")
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for decode_scaling.json and .png")
@@ -190,13 +193,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in args.caches if name not in CACHES]
     if unknown:
         parser.error(f"unknown cache {unknown[0]!r}; known: {', '.join(CACHES)}")
-    if not 1 <= args.min_tokens <= args.max_tokens or args.steps < 1:
+    if args.min_tokens < 1 or (args.max_tokens or args.min_tokens) < args.min_tokens or args.steps < 1:
         parser.error("--min-tokens must lie between 1 and --max-tokens, --steps be at least 1")
     return args
 
 
 def run(args: argparse.Namespace) -> None:
     device = cli.find_device(args)
+    if args.max_tokens is None:
+        args.max_tokens = max(args.min_tokens, 65536 if device.type == "cuda" else 32768)
     dtype = cli.find_dtype(args, device)
     cli.set_threads(args, device)
     if device.type == "cuda":
@@ -212,7 +217,26 @@ def run(args: argparse.Namespace) -> None:
     while lengths[-1] * 2 <= args.max_tokens:
         lengths.append(lengths[-1] * 2)
 
+    what = args.model or (
+        f"random Llama, {args.layers} layers, {args.heads}/{args.kv_heads} heads, hidden size {args.hidden_size}"
+    )
+    kind = str(dtype).removeprefix("torch.")
     rows: list[dict[str, Any]] = []
+    record = {
+        "model": what,
+        "dtype": kind,
+        "budget": args.budget,
+        "steps": args.steps,
+        "seed": args.seed,
+        "machine": machine_report(device),
+        "rows": rows,
+    }
+
+    def keep() -> None:
+        if args.out is not None:
+            text = json.dumps(record, indent=2) + "\n"
+            write_beside(args.out / "decode_scaling.json", lambda file: file.write_text(text, encoding="utf-8"))
+
     with tqdm(total=len(args.caches) * len(lengths), unit="length", dynamic_ncols=True) as bar:
         for name in args.caches:
             options: dict[str, Any] = {}
@@ -227,31 +251,16 @@ def run(args: argparse.Namespace) -> None:
                 bar.set_description(f"{CACHES[name].label} at {length:,}", refresh=True)
                 extend(model, cache, length, generator)
                 rows.append({"cache": name, "tokens": length, **decode(model, cache, args.steps)})
+                keep()
                 bar.update()
             del cache
 
-    what = args.model or (
-        f"random Llama, {args.layers} layers, {args.heads}/{args.kv_heads} heads, hidden size {args.hidden_size}"
-    )
-    machine = machine_report(device)
-    print(f"\n{json.dumps(machine)}")
-    kind = str(dtype).removeprefix("torch.")
+    print(f"\n{json.dumps(record['machine'])}")
     kernels = "; torch SDPA without cuDNN" if device.type == "cuda" else ""
     print(f"Held equal: {what}, {kind}; batch 1; budget {args.budget}; {args.steps} steps{kernels}\n")
     print(table(rows, args.caches, lengths) + "\n")
     print("\n".join(growth(rows, args.caches, lengths)))
     if args.out is not None:
-        record = {
-            "model": what,
-            "dtype": kind,
-            "budget": args.budget,
-            "steps": args.steps,
-            "seed": args.seed,
-            "machine": machine,
-            "rows": rows,
-        }
-        text = json.dumps(record, indent=2) + "\n"
-        write_beside(args.out / "decode_scaling.json", lambda file: file.write_text(text, encoding="utf-8"))
         write_beside(args.out / "decode_scaling.png", lambda file: draw(file, rows, args.caches))
 
 

@@ -3,6 +3,13 @@
     python benchmarks/pruning_quality.py                                  # SmolLM2-135M, 40 trials; hours on a CPU
     python benchmarks/pruning_quality.py --device cuda --out results/     # resumes where an interrupted run stopped
     python benchmarks/pruning_quality.py --trials 4 --ratios 0.25 --policies streaming_llm,proactive
+    python benchmarks/pruning_quality.py --budgets 128,256,512 --out results/    # fixed budgets in place of ratios
+    python benchmarks/pruning_quality.py --out results/ --table                  # what is there so far, at once
+
+A small model uses a fraction of a GPU. Several processes share one folder, each with its part of the trials::
+
+    for i in 0 1 2 3; do python benchmarks/pruning_quality.py --device cuda --out results/ --shard $i/4 & done; wait
+    python benchmarks/pruning_quality.py --out results/ --table
 
 Each trial: one context of --context-tokens with one needle, prefilled once with a full cache; every policy takes that
 cache over (`PrunedCache.ingest`, which evicts for real and is identical to a prefill with the policy itself), at every
@@ -12,13 +19,14 @@ repeated once a trial and evicts by these scores at every ratio. IAM and ProxyKV
 ProxyKV, --mapper); the proxy reads a context once a trial. The chat template's header is kept by KVzip, IAM and
 ProxyKV, whose scores do not cover it.
 
-Besides, perplexity alone on plain essays (no needle, no chat template) at one fixed budget: --essay-trials,
---essay-context, --essay-budget.
+Besides, perplexity alone on plain essays (no needle, no chat template) at one fixed budget, or at each of --budgets:
+--essay-trials, --essay-context, --essay-budget. A budget is of tokens a layer: of pairs for each of its key-value
+heads, on average.
 
-Columns, for each ratio: hits = needles found; log-prob = mean log-probability of the answer's tokens; ppl = perplexity
-of the continuation, geometric mean over trials. essays = perplexity at the fixed budget. scoring and eviction = median
-time that the policy's scores, and all of it (scores, top-K, copying what is kept), take, in % of the full prefill;
-where a policy reads the context itself, what its reading takes longer than the full cache's.
+Columns, for each ratio or budget: hits = needles found; log-prob = mean log-probability of the answer's tokens; ppl =
+perplexity of the continuation, geometric mean over trials. essays = perplexity of the essays at a fixed budget.
+scoring and eviction = median time that the policy's scores, and all of it (scores, top-K, copying what is kept), take,
+in % of the full prefill; where a policy reads the context itself, what its reading takes longer than the full cache's.
 
 A second table sets all policies beside KVzip, if it takes part: hits in % of KVzip's, and mass = how much of KVzip's
 scores (header left out) stands in the pairs that a policy keeps, as a share of what KVzip itself keeps of it.
@@ -33,6 +41,7 @@ import contextlib
 import importlib
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -47,6 +56,7 @@ from transformers import Cache, DynamicCache
 
 from nearfar import cli
 from nearfar.evaluation.comparison import aligned_table, prefill
+from nearfar.evaluation.file_lock import held_lock
 from nearfar.evaluation.machine import machine_report, synchronize
 from nearfar.evaluation.needles import NeedleContext, ask_needle, needle_trials
 from nearfar.evaluation.perplexity import continuation_perplexity
@@ -65,6 +75,7 @@ HELD_OUT = cli.HELD_OUT_ESSAYS
 
 # The proactive cache's heads and allocations. SnapKV takes part with equal and with shared budgets, any other policy
 # as it is registered.
+FULL = "full"
 MAIN_PROACTIVE = (("linear", "global"), ("prototypes", "global"))
 PROACTIVE = (
     ("linear", "global"),
@@ -140,12 +151,12 @@ def _maker(name: str, model: Any, options: dict[str, Any]) -> Callable[..., Cach
     return lambda **size: make_cache(name, model, **size, **options)
 
 
-def usable(variants: Sequence[Variant]) -> list[Variant]:
-    """The variants that can be made; of the others, why not is printed."""
+def usable(variants: Sequence[Variant], size: dict[str, Any]) -> list[Variant]:
+    """The variants that can be made with a size; of the others, why not is printed."""
     found = []
     for variant in variants:
         try:
-            variant.make(retention_ratio=0.5)
+            variant.make(**size)
         except (ValueError, TypeError) as error:
             print(f"left out: {variant.label} ({error})", file=sys.stderr)
         else:
@@ -173,14 +184,13 @@ def make_trials(tokenizer: Any, texts: Sequence[Text], args: argparse.Namespace)
         args.seed,
         continuation_tokens=following,
     )
-    sizes = [{"retention_ratio": ratio} for ratio in args.ratios]
-    trials = [Trial("needle", index, context, sizes) for index, context in enumerate(contexts)]
+    trials = [Trial("needle", index, context, args.needle_sizes) for index, context in enumerate(contexts)]
     plain = [text for text in texts if lengths[text.name] > args.essay_context + args.essay_continuation]
     for index, text in enumerate(plain[: args.essay_trials]):
         ids = tuple(tokenizer(text.text, verbose=False).input_ids)
         stop = args.essay_context
         context = NeedleContext((), ids[:stop], (), ids[stop : stop + args.essay_continuation + 1])
-        trials.append(Trial("essay", index, context, [{"budget": args.essay_budget}]))
+        trials.append(Trial("essay", index, context, args.essay_sizes))
     return trials
 
 
@@ -270,13 +280,14 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Measurements of one trial that are not in `done`, one dictionary each."""
     with_mass = trial.kind == "needle" and any(variant.policy == "kvzip" for variant in variants)
-    wanted = [(None, {}), *((variant, size) for size in trial.sizes for variant in variants)]
-    wanted = [pair for pair in wanted if _key(_describe(trial, *pair)) not in done]
+    everything = [(None, {}), *((variant, size) for size in trial.sizes for variant in variants)]
+    keys = wanted_keys(trial, [variant.label for variant in variants])
+    wanted = [pair for pair, key in zip(everything, keys, strict=True) if key not in done]
     if not wanted:
         return
     reading = Reading(model, trial.context, prompt)
     for variant, size in wanted:
-        record = _describe(trial, variant, size)
+        record = _describe(trial, None if variant is None else variant.label, size)
         cache: Cache = reading.full
         if variant is None:
             record["prefill_seconds"] = reading.prefill_seconds
@@ -299,11 +310,18 @@ def measure(
         yield record
 
 
-def _describe(trial: Trial, variant: Variant | None, size: dict[str, Any]) -> dict[str, Any]:
+def wanted_keys(trial: Trial, labels: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Of all measurements of a trial: the full cache, then at each size those with these labels."""
+    places: list[tuple[str | None, dict[str, Any]]] = [(None, {})]
+    places += [(label, size) for size in trial.sizes for label in labels]
+    return [_key(_describe(trial, *place)) for place in places]
+
+
+def _describe(trial: Trial, label: str | None, size: dict[str, Any]) -> dict[str, Any]:
     return {
         "kind": trial.kind,
         "trial": trial.index,
-        "variant": "full" if variant is None else variant.label,
+        "variant": label or FULL,
         "size": next(iter(size.values()), None),
     }
 
@@ -393,81 +411,147 @@ def list_peers(model: Any) -> list[Variant]:
 
 
 class Records:
-    """Measurements, kept in memory and, if there is a folder, appended to a file as they come."""
+    """Measurements, kept in memory and, if there is a folder, appended to a file as they come.
 
-    def __init__(self, folder: Path | None, settings: dict[str, Any]) -> None:
+    Several processes may append to one file: a line is written at once, under a lock. The first line has the settings
+    and the machine, each other one a measurement. What two processes measured alike counts once.
+
+    Args:
+        folder: None keeps them in memory only.
+        settings: what all measurements have in common; None takes what the file says.
+        machine: that will measure.
+
+    Attributes:
+        rows: the measurements.
+        settings: of the file.
+        machines: that began the file, and that measures now.
+    """
+
+    def __init__(
+        self, folder: Path | None, settings: dict[str, Any] | None, machine: dict[str, Any] | None = None
+    ) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.machines = [machine] if machine else []
+        self.settings = settings or {}
         self.file: Path | None = None
+        self._keys: set[tuple[Any, ...]] = set()
+        self._read = 0  # bytes of the file
         if folder is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
         self.file = folder / "measurements.jsonl"
-        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
-        if lines:
-            before = json.loads(lines[0])["settings"]
-            changed = [name for name in settings if before.get(name) != settings[name]]
-            if changed:
-                raise cli.UserError(
-                    f"{self.file} was measured with another {', '.join(changed)}; give another --out, or the same "
-                    f"arguments as before ({', '.join(f'{name}={before.get(name)}' for name in changed)})"
-                )
-        else:
-            self._append({"settings": settings})
-        for line in lines[1:]:
-            with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed
-                self.rows.append(json.loads(line))
+        if settings is None and not self.file.is_file():
+            raise cli.UserError(f"{self.file}: nothing has been measured there")
+        folder.mkdir(parents=True, exist_ok=True)
+        with held_lock(folder / ".beginning.lock"):
+            lines = self._new_lines()
+            if not lines:
+                self._append({"settings": settings, "machine": machine})
+        header: dict[str, Any] = json.loads(lines[0]) if lines else {"settings": settings, "machine": machine}
+        before = header["settings"]
+        if header.get("machine"):
+            self.machines = [header["machine"]]
+        self._read = 0
+        # Runs before there were --budgets had the essays' one budget there, which a measurement's key has.
+        before = {**before, "essay": before["essay"][:2]}
+        changed = [name for name in settings or {} if before.get(name) != self.settings[name]]
+        if changed:
+            raise cli.UserError(
+                f"{self.file} was measured with another {', '.join(changed)}; give another --out, or the same "
+                f"arguments as before ({', '.join(f'{name}={before.get(name)}' for name in changed)})"
+            )
+        self.settings = before
+        self.refresh()
+
+    def refresh(self) -> set[tuple[Any, ...]]:
+        """Take in what other processes have added; returns the keys of all that is there."""
+        for line in self._new_lines():
+            # A process that was killed may have left half a line.
+            with contextlib.suppress(json.JSONDecodeError):
+                row = json.loads(line)
+                if "settings" not in row:
+                    self._keep(row)
+        return self._keys
 
     def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        if self.file is not None:
+        if self._keep(row) and self.file is not None:
             self._append(row)
+
+    def _keep(self, row: dict[str, Any]) -> bool:
+        new = _key(row) not in self._keys
+        if new:
+            self._keys.add(_key(row))
+            self.rows.append(row)
+        return new
+
+    def _new_lines(self) -> list[str]:
+        """Whole lines that were not read before."""
+        if self.file is None or not self.file.exists():
+            return []
+        with self.file.open("rb") as file:
+            file.seek(self._read)
+            whole = file.read().rpartition(b"\n")
+        self._read += sum(len(part) for part in whole[:2])
+        return whole[0].decode().splitlines()
 
     def _append(self, row: dict[str, Any]) -> None:
         assert self.file is not None
-        torn = self.file.exists() and not self.file.read_bytes().endswith(b"\n") and self.file.stat().st_size > 0
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(("\n" if torn else "") + json.dumps(row) + "\n")
+        with held_lock(self.file.with_name(".measurements.lock")), self.file.open("ab+") as file:
+            # After a process that was killed in the middle of a line.
+            torn = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+            file.write((b"\n" if torn else b"") + json.dumps(row).encode() + b"\n")
 
 
-def summarize(rows: Sequence[dict[str, Any]], labels: Sequence[str], ratios: Sequence[float]) -> str:
-    """The table."""
+def summarize(
+    rows: Sequence[dict[str, Any]], labels: Sequence[str], sizes: Sequence[float], budgets: Sequence[int]
+) -> str:
+    """The table.
+
+    Args:
+        sizes: ratios or budgets of the needle contexts.
+        budgets: of the essays.
+    """
     header = ["policy"]
-    for ratio in ratios:
-        header += [f"hits {ratio:g}", "log-prob", "ppl"]
-    header += ["essays", "scoring %", "eviction %"]
+    for size in sizes:
+        header += [f"hits {size:g}", "log-prob", "ppl"]
+    header += ["essays"] if len(budgets) == 1 else [f"essays {budget}" for budget in budgets]
+    header += ["scoring %", "eviction %"]
     body = []
     for label in labels:
         own = [row for row in rows if row["variant"] == label]
-        needles = [row for row in own if row["kind"] == "needle"]
+        needles, essays = ([row for row in own if row["kind"] == kind] for kind in ("needle", "essay"))
         cells = [label]
-        for ratio in ratios:
-            at = [row for row in needles if row["size"] in (ratio, None)]
+        for size in sizes:
+            at = [row for row in needles if row["size"] in (size, None)]
             cells += [_hits(at), _mean(at, "log_probability"), _perplexity(at)]
-        cells += [_perplexity([row for row in own if row["kind"] == "essay"])]
-        cells += [_percent(needles, "scoring_share"), _percent(needles, "eviction_share")]
+        cells += [_perplexity([row for row in essays if row["size"] in (budget, None)]) for budget in budgets]
+        shown = [row for row in needles if row["size"] in (*sizes, None)]
+        cells += [_percent(shown, "scoring_share"), _percent(shown, "eviction_share")]
         body.append(cells)
     return aligned_table(header, body)
 
 
-def beside_kvzip(rows: Sequence[dict[str, Any]], labels: Sequence[str], ratios: Sequence[float]) -> str | None:
+def beside_kvzip(rows: Sequence[dict[str, Any]], labels: Sequence[str], sizes: Sequence[float]) -> str | None:
     """The second table, or None without KVzip: hits and kept mass of KVzip's scores, in % of KVzip's own."""
     kvzip = CACHES["kvzip"].label
     needles = [row for row in rows if row["kind"] == "needle"]
     if kvzip not in labels or not needles:
         return None
 
-    def at(label: str, ratio: float) -> list[dict[str, Any]]:
-        return [row for row in needles if row["variant"] == label and row["size"] in (ratio, None)]
+    def at(label: str, size: float) -> list[dict[str, Any]]:
+        return [row for row in needles if row["variant"] == label and row["size"] in (size, None)]
 
     header = ["policy"]
-    for ratio in ratios:
-        header += [f"hits {ratio:g}, %", "mass, %"]
+    for size in sizes:
+        header += [f"hits {size:g}, %", "mass, %"]
     header += ["all hits, %", "mean mass, %"]
     body = []
     for label in labels:
         cells, found, masses = [label], [0, 0], []
-        for ratio in ratios:
-            mine, theirs = at(label, ratio), at(kvzip, ratio)
+        for size in sizes:
+            mine, theirs = at(label, size), at(kvzip, size)
+            # Of a run that is not finished, the trials that both have.
+            both = {row["trial"] for row in mine} & {row["trial"] for row in theirs}
+            mine, theirs = ([row for row in of if row["trial"] in both] for of in (mine, theirs))
             hits, most = (sum(row["hit"] for row in of) for of in (mine, theirs))
             found = [found[0] + hits, found[1] + most]
             cells.append(f"{100 * hits / most:.1f}" if most else "-")
@@ -507,6 +591,17 @@ def _ratios(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
+def _budgets(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not 0 <= int(index) < int(count):
+        raise argparse.ArgumentTypeError(f"a shard is I/N with I from 0 to N - 1, got {text}")
+    return int(index), int(count)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="id, folder or packaged name (default: SmolLM2-135M-Instruct, packaged)")
@@ -526,18 +621,31 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context-tokens", type=int, default=1900)
     parser.add_argument("--continuation-tokens", type=int, default=256, help="scored after each context; 0 for none")
     parser.add_argument("--ratios", type=_ratios, default=[0.1, 0.25, 0.5])
+    parser.add_argument("--budgets", type=_budgets, help="in place of ratios: tokens a layer; also of the essays")
     parser.add_argument("--essay-trials", type=int, default=3, help="plain essays at a fixed budget; 0 for none")
     parser.add_argument("--essay-context", type=int, default=3072)
     parser.add_argument("--essay-continuation", type=int, default=512)
     parser.add_argument("--essay-budget", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for the measurements; the same folder resumes")
+    parser.add_argument(
+        "--shard", type=_shard, metavar="I/N", help="only the trials i with i mod N = I; N processes may share --out"
+    )
+    parser.add_argument("--table", action="store_true", help="only print what --out holds; needs no other argument")
     cli.add_machine_arguments(parser)
     args = parser.parse_args(argv)
     if args.trials < 1:
         parser.error("--trials must be at least 1")
     if any(not 0 < ratio < 1 for ratio in args.ratios):
         parser.error("--ratios must lie in (0, 1)")
+    if args.budgets is not None and any(budget < 1 for budget in args.budgets):
+        parser.error("--budgets must be at least 1")
+    if (args.table or args.shard is not None) and args.out is None:
+        parser.error(f"{'--table' if args.table else '--shard'} needs --out")
+    args.needle_sizes = [{"retention_ratio": ratio} for ratio in args.ratios]
+    if args.budgets is not None:
+        args.needle_sizes = [{"budget": budget} for budget in args.budgets]
+    args.essay_sizes = [{"budget": budget} for budget in args.budgets or [args.essay_budget]]
     named = args.policies is not None
     args.policies = args.policies.split(",") if named else list(CACHES)
     unknown = [name for name in args.policies if name not in CACHES]
@@ -555,6 +663,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.table:
+        print_everything(Records(args.out, None))
+        return
     texts = load_texts(args.essays) if args.essays else held_out_essays()
     device = cli.find_device(args)
     dtype = cli.find_dtype(args, device)
@@ -572,20 +683,56 @@ def run(args: argparse.Namespace) -> None:
         "prototypes": args.prototypes,
         "proxy": args.proxy,
         "mapper": args.mapper,
-        "essay": [args.essay_context, args.essay_continuation, args.essay_budget],
+        "essay": [args.essay_context, args.essay_continuation],
     }
-    records = Records(args.out, settings)
     cli.set_threads(args, device)
+    records = Records(args.out, settings, machine_report(device))
+    index, count = args.shard or (0, 1)
+    mine = trials[index::count]
+    heads = MAIN_PROACTIVE if args.main_heads else PROACTIVE
+    labels = [variant.label for variant in list_variants(None, args.policies, args.prototypes, heads)]
+    if args.peers or left_over(mine, labels, records):
+        labels = measure_trials(args, mine, records, device, dtype, source, tokenizer, heads)
+    left = left_over(trials, labels, records)
+    if args.shard is not None:
+        own = left_over(mine, labels, records)
+        print(f"shard {index}/{count}: {len(mine) - own} of {len(mine)} trials measured; --table prints all shards'")
+        return
+    if left:
+        print(f"\n{len(trials) - left} of {len(trials)} trials so far: the same command goes on")
+    sizes, budgets = ([next(iter(size.values())) for size in of] for of in (args.needle_sizes, args.essay_sizes))
+    print_results(records, [FULL, *labels], sizes, budgets)
+
+
+def left_over(trials: Sequence[Trial], labels: Sequence[str], records: Records) -> int:
+    """Trials of which a measurement is lacking."""
+    done = records.refresh()
+    return sum(any(key not in done for key in wanted_keys(trial, labels)) for trial in trials)
+
+
+def measure_trials(
+    args: argparse.Namespace,
+    trials: Sequence[Trial],
+    records: Records,
+    device: torch.device,
+    dtype: torch.dtype,
+    source: str,
+    tokenizer: Any,
+    heads: Sequence[tuple[str, str]],
+) -> list[str]:
+    """Measure what is lacking; returns the labels of the policies that can be measured."""
     model = cli.load_model(source, device, dtype)
     given: dict[str, dict[str, Any]] = {name: {} for name in args.policies}
     cli.add_scorers(given, args, tokenizer, device, dtype)
-    heads = MAIN_PROACTIVE if args.main_heads else PROACTIVE
-    variants = usable(list_variants(model, args.policies, args.prototypes, heads, given))
+    smallest = min(args.needle_sizes + args.essay_sizes, key=lambda size: size.get("budget", math.inf))
+    variants = usable(list_variants(model, args.policies, args.prototypes, heads, given), smallest)
     if args.peers:
         variants += list_peers(model)
-
-    labels = ["full", *(variant.label for variant in variants)]
-    done = {_key(row) for row in records.rows}
+    labels = [variant.label for variant in variants]
+    if not left_over(trials, labels, records):
+        return labels
+    if (machine := machine_report(device)) not in records.machines:
+        records.machines.append(machine)
     prompt = RepeatPrompt.from_tokenizer(tokenizer)
     warm_up(model, prompt, variants, trials[0])
     total = sum(1 + len(variants) * len(trial.sizes) for trial in trials)
@@ -595,27 +742,55 @@ def run(args: argparse.Namespace) -> None:
             if args.seconds is not None and time.perf_counter() - begin > args.seconds:
                 break
             bar.set_description(f"{trial.kind} {trial.index + 1}", refresh=False)
-            for record in measure(model, prompt, variants, trial, done):
+            for record in measure(model, prompt, variants, trial, records.refresh()):
+                if args.shard is not None:
+                    record["shard"] = list(args.shard)
                 records.add(record)
                 bar.update()
             bar.update(0)
+    return labels
 
-    print(f"\n{json.dumps(machine_report(device))}\n\nHeld equal:")
+
+def print_results(records: Records, labels: Sequence[str], sizes: Sequence[float], budgets: Sequence[int]) -> None:
+    """Conditions and both tables."""
+    settings = records.settings
+    print("\n" + "\n".join(map(json.dumps, records.machines)) + "\n\nHeld equal:")
     print(f"  model {settings['model']}, {settings['dtype']}; true positions; questions unseen when evicting")
-    finished = {(row["kind"], row["trial"]) for row in records.rows}
-    if len(finished) < len(trials):
-        print(f"  {len(finished)} of {len(trials)} trials so far: --seconds was over; the same command goes on")
+    if any("shard" in row for row in records.rows):
+        print("  several processes measured at once: scoring and eviction are times of a shared machine")
     print(
-        f"  needles: {args.trials} contexts of {args.context_tokens} tokens and one needle, seed {args.seed}; "
-        f"{args.continuation_tokens} tokens scored; ratios of the pairs, sinks and recent tokens included"
+        f"  needles: {settings['trials']} contexts of {settings['context_tokens']} tokens and one needle, seed "
+        f"{settings['seed']}; {settings['continuation_tokens']} tokens scored; {kind_of(sizes)} of the pairs, sinks "
+        "and recent tokens included"
     )
+    context, following = settings["essay"]
+    essays = len({row["trial"] for row in records.rows if row["kind"] == "essay"})
     print(
-        f"  essays: {sum(trial.kind == 'essay' for trial in trials)} contexts of {args.essay_context} tokens, budget "
-        f"{args.essay_budget}, {args.essay_continuation} tokens scored\n"
+        f"  essays: {essays} contexts of {context} tokens, budget {', '.join(map(str, budgets)) or '-'}, {following} "
+        "tokens scored\n"
     )
-    print(summarize(records.rows, labels, args.ratios))
-    if beside := beside_kvzip(records.rows, labels, args.ratios):
+    print(summarize(records.rows, labels, sizes, budgets))
+    if beside := beside_kvzip(records.rows, labels, sizes):
         print(f"\nBeside KVzip:\n\n{beside}")
+
+
+def kind_of(sizes: Sequence[float]) -> str:
+    return "ratios" if all(size < 1 for size in sizes) else "budgets"
+
+
+def print_everything(records: Records) -> None:
+    """What a folder holds, ratios and budgets apart."""
+    seen = {row["variant"] for row in records.rows}
+    known = [FULL, *(variant.label for variant in list_variants(None, list(CACHES), None))]
+    labels = [label for label in known if label in seen]
+    labels += sorted(seen.difference(known))
+    needles, essays = (
+        sorted({row["size"] for row in records.rows if row["kind"] == kind and row["size"] is not None})
+        for kind in ("needle", "essay")
+    )
+    tables = [sizes for kind in ("ratios", "budgets") if (sizes := [n for n in needles if kind_of([n]) == kind])]
+    for sizes in tables or [[]]:
+        print_results(records, labels, sizes, essays)
 
 
 def warm_up(model: Any, prompt: RepeatPrompt, variants: Sequence[Variant], trial: Trial) -> None:

@@ -1,7 +1,11 @@
-"""A report on runs of benchmarks: score against retention ratio, score against time, heat maps, a Markdown table.
+"""A report on runs of benchmarks: score against retention ratio, score against time, heat maps, Markdown tables.
 
 Runs of different models or benchmarks never share a chart, and neither do those whose settings differ in anything but
 the cache. Averages are over the tasks and lengths that all runs of a chart have; the report says how many those are.
+
+Intervals are Wilson's at 95 %, of as many samples as the average has, as if each were right or wrong. Scores in
+between, and tasks of different difficulty, vary less, so that they are, if anything, too wide. They say how far an
+average is from what more samples would give; all caches were asked the same, so that differences are known better.
 """
 
 from __future__ import annotations
@@ -101,11 +105,28 @@ class Comparison:
             return statistics.geometric_mean(known)
         return statistics.fmean(known)
 
+    def interval(self, run: BenchmarkRun) -> tuple[float, float] | None:
+        """Of the average score, in percent; None for scores that are not between 0 and 100."""
+        score = self.average(run)
+        if score is None or not higher_is_better(self.benchmark):
+            return None
+        counts = [self.entries(run)[cell]["count"] for cell in self.cells]
+        # What a mean of means, each of so many samples, is worth in samples.
+        return wilson_interval(score, len(counts) ** 2 / sum(1 / count for count in counts))
+
     def seconds(self, run: BenchmarkRun) -> float | None:
         """Prefill and answer of a sample, on average."""
         parts = [self.average(run, name) for name in ("prefill_seconds", "answer_seconds")]
         known = [part for part in parts if part is not None]
         return sum(known) if known else None
+
+
+def wilson_interval(percent: float, count: float, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a share of `count` samples, in percent."""
+    share = percent / 100
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return 100 * max(0.0, middle - half), 100 * min(1.0, middle + half)
 
 
 def compare(runs: Sequence[BenchmarkRun]) -> list[Comparison]:
@@ -163,6 +184,7 @@ def write_report(found: FoundRuns, out: str | Path, *, command: str = "") -> lis
         lines += [f"`{command}`", ""]
     for comparison in comparisons:
         lines += [f"## {comparison.title}", "", *_notes(comparison), "", *_table(comparison), ""]
+        lines += _tables_by_size(comparison)
         for kind, draw in _charts(comparison):
             path = out / f"{comparison.name}-{kind}.png"
             files.append(_save(draw(comparison), path))
@@ -249,6 +271,63 @@ def _table(comparison: Comparison) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
 
 
+_SIZES = (("retention_ratio", "share of pairs kept"), ("budget", "budget"))
+_ORACLE = "kvzip"
+
+
+def _tables_by_size(comparison: Comparison) -> list[str]:
+    """Caches down, ratios or budgets across: averages with their intervals, and each cache's mean beside KVzip's."""
+    if not higher_is_better(comparison.benchmark) or comparison.benchmark == "latency" or not comparison.cells:
+        return []
+    lines = []
+    for setting, what in _SIZES:
+        found = {
+            label: {run.settings[setting]: run for run in runs if run.settings.get(setting) is not None}
+            for label, runs in _caches(comparison).items()
+        }
+        found = {label: runs for label, runs in found.items() if runs}
+        sizes = sorted({size for runs in found.values() for size in runs})
+        if len(found) < 2 and len(sizes) < 2:
+            continue
+        common = [size for size in sizes if all(size in runs for runs in found.values())]
+        oracle = found.get(cache_label(_ORACLE))
+        header = [f"average score by {what}", *(f"{size:g}" for size in sizes), "mean"]
+        header += [f"% of {cache_label(_ORACLE)}'s"] if oracle else []
+        rows = [header, ["---", *("---:" for _ in header[1:])]]
+        best = _mean_score(comparison, oracle, common) if oracle else None
+        for run in comparison.runs:
+            if run.settings.get("cache") == FULL:
+                full = _with_interval(comparison, run)
+                score = comparison.average(run)
+                rows.append([cache_label(FULL), *(full for _ in sizes), _number(score, ".1f")])
+                rows[-1] += [_percent_of(score, best)] if oracle else []
+        for label, runs in found.items():
+            mean = _mean_score(comparison, runs, common)
+            cells = [_with_interval(comparison, runs[size]) if size in runs else "–" for size in sizes]
+            rows.append([label, *cells, _number(mean, ".1f"), *([_percent_of(mean, best)] if oracle else [])])
+        lines += [f"| {' | '.join(row)} |" for row in rows]
+        over = "" if common == sizes else f" Means are over {', '.join(f'{size:g}' for size in common) or 'no size'}."
+        lines += ["", f"In brackets 95 % intervals.{over}", ""]
+    return lines
+
+
+def _mean_score(comparison: Comparison, runs: dict[float, BenchmarkRun], sizes: Sequence[float]) -> float | None:
+    scores = [comparison.average(runs[size]) for size in sizes]
+    known = [score for score in scores if score is not None]
+    return statistics.fmean(known) if known and len(known) == len(scores) else None
+
+
+def _percent_of(score: float | None, best: float | None) -> str:
+    return _number(100 * score / best if score is not None and best else None, ".1f")
+
+
+def _with_interval(comparison: Comparison, run: BenchmarkRun) -> str:
+    score, interval = comparison.average(run), comparison.interval(run)
+    if score is None or interval is None:
+        return _number(score, ".1f")
+    return f"{score:.1f} ({interval[0]:.0f}–{interval[1]:.0f})"
+
+
 def _cost(comparison: Comparison, run: BenchmarkRun, what: str, length: int | None) -> float | None:
     if length is None:
         return comparison.average(run, what)
@@ -303,39 +382,49 @@ def _score_label(comparison: Comparison) -> str:
 
 
 def draw_score_against_ratio(comparison: Comparison) -> Figure:
-    """The average and each task by the share of pairs kept; a full cache is a dashed line."""
+    """The average, with 95 % intervals, and each task by the share of pairs kept; a full cache is a dashed line."""
     tasks = list(dict.fromkeys(task for task, _ in comparison.cells))
-    panels: list[str | None] = [None, *(tasks if len(tasks) > 1 else [])]
-    columns = min(4, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure = _figure(3.1 * columns + 0.8 * (columns == 1), 2.4 * rows + 0.9)
-    figure.suptitle(comparison.title, fontsize=11)
-    axes = figure.subplots(rows, columns, squeeze=False)
+    tasks = tasks if len(tasks) > 1 else []
     lines = _caches(comparison)
+    # The average takes two rows and columns, tasks the places beside and below.
+    beside = min(3, math.ceil(len(tasks) / 2))
+    columns = 2 + beside
+    rows = 2 + math.ceil(max(0, len(tasks) - 2 * beside) / columns)
+    figure = _figure(2.5 * columns + 1.2 * (not tasks), 2.1 * rows + 0.9)
+    figure.suptitle(comparison.title, fontsize=11)
+    grid = figure.add_gridspec(rows, columns)
+    places = [(row, column) for row in range(rows) for column in range(columns) if row > 1 or column > 1]
+    axes = [figure.add_subplot(grid[:2, :2]), *(figure.add_subplot(grid[place]) for place in places[: len(tasks)])]
     handles: dict[str, Any] = {}
-    for index, axis in enumerate(axes.flat):
-        if index >= len(panels):
-            axis.set_visible(False)
-            continue
-        task = panels[index]
+    for axis, task in zip(axes, [None, *tasks], strict=True):
         for number, (label, runs) in enumerate(lines.items()):
             points = []
             for run in runs:
                 score = _task_score(comparison, run, task)
+                interval = comparison.interval(run) if task is None else None
                 if run.settings.get("cache") == FULL and score is not None:
                     handles[label] = axis.axhline(score, color="#222222", linestyle="--", linewidth=1.2)
                 elif run.settings.get("retention_ratio") is not None and score is not None:
-                    points.append((run.settings["retention_ratio"], score))
+                    points.append((run.settings["retention_ratio"], score, interval))
             if points:
-                handles[label] = axis.plot(*zip(*sorted(points), strict=True), **_style(number), markersize=5)[0]
-        axis.set_title("average" if task is None else task, fontsize=9)
+                points.sort(key=lambda point: point[0])
+                x, y = [point[0] for point in points], [point[1] for point in points]
+                handles[label] = axis.plot(x, y, **_style(number), markersize=5 if task is None else 4)[0]
+                if all(point[2] for point in points):
+                    axis.vlines(x, *zip(*(point[2] for point in points), strict=True), color=_style(number)["color"],
+                                linewidth=1.2, alpha=0.45)  # fmt: skip
+        axis.set_title("average" if task is None else task, fontsize=10 if task is None else 9)
         _score_axis(comparison, axis)
         axis.set_xlim(0, 1.02)
-    for axis in axes[:, 0]:
+    first_column = [axes[0], *(axis for axis, place in zip(axes[1:], places, strict=False) if place[1] == 0)]
+    for axis in first_column:
         axis.set_ylabel(_score_label(comparison), fontsize=8)
-    for axis in axes[-1]:
+    # The lowest panel of each column; the average stands in the first two.
+    lowest = {column: axes[0] for column in (0, 1)}
+    lowest |= {place[1]: axis for axis, place in zip(axes[1:], places, strict=False)}
+    for axis in dict.fromkeys([axes[0], *lowest.values()]):
         axis.set_xlabel("retention ratio", fontsize=8)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)), fontsize=8,
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(6, len(handles)), fontsize=8,
                   frameon=False)  # fmt: skip
     return figure
 
@@ -394,7 +483,8 @@ def draw_task_heat_map(comparison: Comparison) -> Figure:
         [math.nan if (score := comparison.entries(run)[cell]["score"]) is None else score for run in comparison.runs]
         for cell in cells
     ]
-    figure = _figure(2.8 + 0.62 * len(comparison.runs), 1.9 + 0.3 * len(cells))
+    many = len(comparison.runs) > 20
+    figure = _figure(2.8 + (0.3 if many else 0.62) * len(comparison.runs), 1.9 + 0.3 * len(cells))
     axis = figure.subplots()
     flat = [value for row in values for value in row if not math.isnan(value)]
     better = higher_is_better(comparison.benchmark)
@@ -406,12 +496,13 @@ def draw_task_heat_map(comparison: Comparison) -> Figure:
             share = (value - low) / (high - low)
             dark = share < 0.6 if better else share > 0.4
             text = "–" if math.isnan(value) else f"{value:.0f}" if better else f"{value:.1f}"
-            axis.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
-    axis.set_xticks(range(len(comparison.runs)), [run.label for run in comparison.runs], rotation=40, ha="right",
-                    fontsize=8)  # fmt: skip
+            color, size = "white" if dark else "black", 7 if many else 8
+            axis.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
+    axis.set_xticks(range(len(comparison.runs)), [run.label for run in comparison.runs], rotation=90 if many else 40,
+                    ha="center" if many else "right", fontsize=8)  # fmt: skip
     axis.set_yticks(range(len(cells)), names, fontsize=8)
     axis.set_title(comparison.title, fontsize=10)
-    figure.colorbar(image, ax=axis).set_label(_score_label(comparison), fontsize=8)
+    figure.colorbar(image, ax=axis, pad=0.01).set_label(_score_label(comparison), fontsize=8)
     return figure
 
 

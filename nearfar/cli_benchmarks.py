@@ -24,7 +24,8 @@ examples:
   nearfar eval ruler --lengths 1k,2k --limit 3
       The packaged model, all tasks that need no data, with a full cache.
   nearfar eval ruler my/model --lengths 4k,8k --caches full,snapkv,kvzip --retention-ratio 0.1,0.3,0.5 --limit 50
-      One run for each cache and ratio; the same command again goes on where it was interrupted.
+      One run for each cache and ratio; the same command again goes on where it was interrupted, and several at once
+      share the runs out: a small model alone uses a fraction of a GPU.
   nearfar eval ruler my/model --data-dir qa/ --tasks qa_1,qa_2
       Question answering over a squad*.json and a hotpot*.json in that folder.
   nearfar report nearfar-ruler
@@ -263,26 +264,46 @@ class _Session:
         return str(self.tokenizer.decode(ids.tolist()))
 
     def run(self, settings: dict[str, Any], items: Callable[[ContextReader], Sequence[Item]]) -> int:
-        """One run for each cache and size; prints a table for each."""
-        from nearfar.evaluation.benchmark_runs import open_run, run_file_name, run_items
-        from nearfar.evaluation.context_reading import ContextReader
+        """One run for each cache and size; prints a table for each.
+
+        A run that another process is measuring is left to it: the same command, started several times, shares the
+        runs out.
+        """
+        from nearfar.evaluation.benchmark_runs import run_file_name
+        from nearfar.evaluation.file_lock import held_lock
 
         for choice in self.choices:
-            with cli._loading(self.name):
-                reader = ContextReader(self.model(), self.tokenizer, choice)
             path = self.out / run_file_name(self.benchmark, choice)
-            run = open_run(
-                self.benchmark,
-                reader,
-                settings,
-                model_name=self.name,
-                path=path,
-                restart=self.args.restart,
-                record={"command": self.args.command_line},
-            )
-            run_items(run, items(reader), path)
-            print(f"{self.benchmark}, {Path(self.name).name}, {run.label}\n\n{run.table()}\n\ndata: {path}\n")
+            with held_lock(path.with_name(f".{path.stem}.lock"), wait=False) as held:
+                if not held:
+                    cli._say(f"{path}: left to another process, which is measuring it")
+                    continue
+                self._run_one(choice, path, settings, items)
         return 0
+
+    def _run_one(
+        self,
+        choice: CacheChoice,
+        path: Path,
+        settings: dict[str, Any],
+        items: Callable[[ContextReader], Sequence[Item]],
+    ) -> None:
+        from nearfar.evaluation.benchmark_runs import open_run, run_items
+        from nearfar.evaluation.context_reading import ContextReader
+
+        with cli._loading(self.name):
+            reader = ContextReader(self.model(), self.tokenizer, choice)
+        run = open_run(
+            self.benchmark,
+            reader,
+            settings,
+            model_name=self.name,
+            path=path,
+            restart=self.args.restart,
+            record={"command": self.args.command_line},
+        )
+        run_items(run, items(reader), path)
+        print(f"{self.benchmark}, {Path(self.name).name}, {run.label}\n\n{run.table()}\n\ndata: {path}\n")
 
 
 def _digest(text: str) -> str:

@@ -274,6 +274,30 @@ def test_bad_configurations_are_refused(changes: dict[str, object], message: str
         HybridAxialMapperConfig(**{**SIZES, **changes})
 
 
+@pytest.mark.parametrize("stage", ["convolutions", "encoder", "heads"])
+def test_a_disabled_stage_keeps_the_shapes(stage: str, tmp_path: Path) -> None:
+    """By both ways of reading proxy layers; and it does what it is said to do."""
+    whole = {name for name, _ in tiny_mapper(layer_queries=True).named_parameters()}
+    for proxy_layers in ("paired", "all"):
+        mapper = tiny_mapper(disabled_stage=stage, layer_queries=True, proxy_layers=proxy_layers)
+        config = mapper.config
+        lost = whole - {name for name, _ in mapper.named_parameters()}
+        start = {"convolutions": "stem.", "encoder": "layers.", "heads": "heads."}[stage]
+        assert lost and all(name.startswith(start) for name in lost)
+        x = features(config.proxy_num_layers, config.proxy_num_heads, 20)
+        scores = mapper.predict(x, return_logits=True)
+        assert scores.shape == (config.target_num_layers, config.target_num_heads, 20)
+        # Padding is not read.
+        rows = x.flatten(0, 1)[None] if proxy_layers == "all" else x[:1]
+        layers = torch.tensor([1])
+        padded, mask = F.pad(rows, (0, 3), value=7.0), torch.arange(23)[None] < 20
+        torch.testing.assert_close(mapper(padded, mask, layers)[..., :20], mapper(rows, None, layers))
+    mapper.save_pretrained(tmp_path)
+    again = HybridAxialMapper.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert again.config.disabled_stage == stage
+    torch.testing.assert_close(again.predict(x, return_logits=True), scores)
+
+
 def test_bad_inputs_are_refused() -> None:
     mapper = tiny_mapper()
     with pytest.raises(ValueError, match=r"4 proxy heads .* got torch.float64 of shape \(1, 3, 5\)"):

@@ -2,15 +2,19 @@
 
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from test_mapper_training import write_pairs
 from tiny_texts import english, save_tiny_checkpoint, save_tiny_proxy
 
+from nearfar import cli
 from nearfar.modeling.cache_proxykv import ProxyKVCache
 
 
@@ -26,6 +30,8 @@ def _script(name: str) -> ModuleType:
 
 decode_scaling, pruning_quality = _script("decode_scaling"), _script("pruning_quality")
 dar_attention, dar_training, dar_decode = (_script(f"dar_{name}") for name in ("attention", "training", "decode"))
+
+mapper_ablation = _script("mapper_ablation")
 
 MACHINE = ["--device", "cpu", "--threads", "1"]
 
@@ -168,6 +174,78 @@ def test_pruning_quality(
     assert "another seed" in capsys.readouterr().err
 
 
+def test_pruning_quality_at_budgets_in_shards(
+    tiny: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes' parts are the whole; what is complete is printed without a model."""
+    more = ["--budgets", "32,64", "--policies", "full,random"]
+    for shard in ("0/2", "1/2"):
+        assert _quality(tiny, tmp_path, *more, "--shard", shard) == 0
+    assert "shard 1/2: 1 of 1 trials" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "measurements.jsonl").read_text().splitlines()[1:]]
+    # Two needle contexts and an essay; each once in full and at both budgets, in 4 heads.
+    assert len({(row["kind"], row["trial"], row["size"]) for row in rows}) == len(rows) == 3 * 3
+    assert all(row["size"] is None or row["kept_pairs"] == 4 * row["size"] for row in rows)
+    assert {row["trial"]: row["shard"] for row in rows if row["kind"] == "needle"} == {0: [0, 2], 1: [1, 2]}
+
+    monkeypatch.setattr(pruning_quality.cli, "load_model", None)
+    assert _quality(tiny, tmp_path, *more) == 0
+    shown = capsys.readouterr().out
+    table = [line for line in shown.splitlines() if line.startswith(("policy", "full", "Random"))]
+    assert table[0].split() == (
+        [
+            "policy",
+            "hits",
+            "32",
+            "log-prob",
+            "ppl",
+            "hits",
+            "64",
+            "log-prob",
+            "ppl",
+            "essays",
+            "32",
+            "essays",
+            "64",
+            "scoring",
+            "%",
+            "eviction",
+            "%",
+        ]
+    )
+    assert "times of a shared machine" in shown and "so far" not in shown and "budget 32, 64" in shown
+    essays = {row["size"]: row["nats"] for row in rows if row["kind"] == "essay"}
+    assert table[2].split()[7:9] == [f"{math.exp(essays[budget]):.2f}" for budget in (32, 64)]
+    assert pruning_quality.main(["--out", str(tmp_path), "--table"]) == 0
+    assert capsys.readouterr().out.splitlines()[-3:] == shown.splitlines()[-3:]
+    assert pruning_quality.main(["--out", str(tmp_path / "none"), "--table"]) == 2
+    assert "nothing has been measured" in capsys.readouterr().err and not (tmp_path / "none").exists()
+    for wrong in (["--shard", "2/2"], ["--shard", "1"], ["--budgets", "0"], ["--table"]):
+        with pytest.raises(SystemExit):
+            pruning_quality.parse(wrong)
+
+
+def test_records_of_several_processes(tmp_path: Path) -> None:
+    """Nobody's lines are lost, torn or counted twice, and all begin with the same settings."""
+    settings = {"seed": 0, "essay": [1, 2]}
+
+    def write(number: int) -> int:
+        records = pruning_quality.Records(tmp_path, settings)
+        for trial in range(50):
+            row = {"kind": "needle", "trial": trial, "variant": f"v{number % 3}", "size": 0.5, "text": "x" * 500}
+            records.add(row)
+        return len(records.refresh())
+
+    with ThreadPoolExecutor(6) as pool:
+        assert max(pool.map(write, range(6))) == 150
+    with (tmp_path / "measurements.jsonl").open("a") as file:
+        file.write('{"kind": "nee')  # a process was killed
+    pruning_quality.Records(tmp_path, settings).add({"kind": "essay", "trial": 0, "variant": "full", "size": None})
+    assert len(pruning_quality.Records(tmp_path, settings).rows) == 151
+    with pytest.raises(cli.UserError, match="another seed"):
+        pruning_quality.Records(tmp_path, {**settings, "seed": 1})
+
+
 def test_pruning_quality_refuses_texts_that_are_too_short(
     tiny: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,14 +263,55 @@ def test_decode_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     rows = json.loads((tmp_path / "decode_scaling.json").read_text())["rows"]
     assert (tmp_path / "decode_scaling.png").read_bytes()[:4] == b"\x89PNG"
     held = {(row["cache"], row["tokens"]): row["bytes"] for row in rows}
-    assert len(held) == 9
+    assert len(held) == 15
     # 2 layers of 2 heads; keys and values of 8 float32; 4 untimed steps and 3 timed ones.
     assert held["full", 512] == (512 + 7) * 4 * 16 * 4
-    for name in ("streaming_llm", "proactive"):
+    # After the first lengths H2O also holds queries that are not in its sums yet; they are bounded.
+    assert held["h2o", 256] == held["h2o", 512] < held["full", 512]
+    for name in ("streaming_llm", "snapkv", "proactive"):
         assert held[name, 128] == held[name, 256] == held[name, 512] < held["full", 512]
     assert "4 times the tokens, 1.00 times the bytes" in shown
     assert decode_scaling.main(["--min-tokens", "64", "--max-tokens", "64", "--budget", "0", *MACHINE]) == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_mapper_ablation(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    write_pairs(tmp_path / "pairs", [40, 30, 30, 40])
+    out = tmp_path / "out"
+    tiny = ["--hidden-size", "16", "--layers", "1", "--heads", "2", "--head-dim", "4", "--crop-tokens", "16"]
+    tiny += ["--rank-samples", "16", "--batch-size", "2", "--validation", "0.3"]
+    tiny += ["--steps", "4", "--epoch-steps", "4", *MACHINE]
+    command = ["--pairs", str(tmp_path / "pairs"), "--out", str(out), *tiny]
+    with monkeypatch.context() as quick:
+        quick.setattr(mapper_ablation, "draw", lambda path, results: path.write_text(""))
+        assert mapper_ablation.main([*command, "--variants", "whole,no-binary", "--seeds", "0,1"]) == 0
+        (seeds_apart,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("without")]
+        assert "±" in seeds_apart
+    assert mapper_ablation.main([*command, "--variants", "no-encoder"]) == 0
+    shown = capsys.readouterr().out
+    names = ["no-binary-seed0", "no-binary-seed1", "no-encoder-seed0", "whole-seed0", "whole-seed1"]
+    assert [path.stem for path in sorted(out.glob("*.json"))] == names
+    results = {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
+    assert all(result["trained_steps"] == 4 for result in results.values())
+    assert results["no-encoder-seed0"]["parameters"] < results["whole-seed0"]["parameters"]
+    assert results["no-binary-seed0"]["parameters"] == results["whole-seed0"]["parameters"]
+    cells = next(line for line in shown.splitlines() if line.startswith("without the encoder")).split()[3:]
+    mass = [results[name]["mass"]["context"]["0.3"]["relative"] for name in ("no-encoder-seed0", "whole-seed0")]
+    assert cells[-2:] == [f"{100 * mass[0]:.2f}", f"{100 * (mass[0] - mass[1]):+.2f}"]
+    assert (out / "mapper_ablation.png").read_bytes()[:4] == b"\x89PNG" and not list((out / "runs").iterdir())
+    monkeypatch.setattr(mapper_ablation, "draw", lambda path, results: path.write_text(""))
+
+    # What is there is not trained again, and only under the same settings.
+    monkeypatch.setattr(mapper_ablation, "train", None)
+    assert mapper_ablation.main([*command, "--variants", "whole"]) == 0
+    assert mapper_ablation.main(["--out", str(out), "--table"]) == 0
+    assert capsys.readouterr().out.splitlines()[-3:] == shown.splitlines()[-3:]
+    assert mapper_ablation.main([*command, "--variants", "whole", "--learning-rate", "1"]) == 2
+    assert "another learning_rate" in capsys.readouterr().err
+    assert mapper_ablation.main(["--out", str(tmp_path / "none"), "--table"]) == 2
+    with pytest.raises(SystemExit):
+        mapper_ablation.parse([*command, "--variants", "no-luck"])
 
 
 def test_dar_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from nearfar import cli, cli_benchmarks
 from nearfar.evaluation import benchmark_runs
 from nearfar.evaluation.benchmark_runs import BenchmarkRun, measure_answers, open_run, run_items
 from nearfar.evaluation.context_reading import CacheChoice, ContextReader
+from nearfar.evaluation.file_lock import held_lock
 from nearfar.evaluation.task_samples import PromptFrame, Question, Sample
 
 MACHINE = ["--device", "cpu", "--threads", "1"]
@@ -159,6 +160,33 @@ def test_ruler(checkpoint: str, text_file: str, tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
     assert cli.main([*command, "fwe", "--seed", "1"]) == 2
     assert "another seed" in capsys.readouterr().err
+
+
+def test_runs_are_shared_by_processes(
+    checkpoint: str, text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that somebody measures is left to them, the others are measured; a lock goes with its process."""
+    command = [
+        "eval",
+        "perplexity",
+        checkpoint,
+        *MACHINE,
+        *TWO,
+        "--text",
+        text_file,
+        "--lengths",
+        "200",
+        "--limit",
+        "1",
+    ]
+    command += ["--out", str(tmp_path / "runs")]
+    with held_lock(tmp_path / "runs" / ".perplexity-full.lock") as held:
+        assert held and cli.main(command) == 0
+    assert "perplexity-full.json: left to another process" in capsys.readouterr().err
+    names = [f"perplexity-{label}.json" for label in ("full", "streaming_llm-0.2", "streaming_llm-0.5")]
+    assert sorted(path.name for path in (tmp_path / "runs").glob("*.json")) == names[1:]
+    assert cli.main(command) == 0
+    assert sorted(path.name for path in (tmp_path / "runs").glob("*.json")) == names
 
 
 @pytest.mark.usefixtures("short_answers")

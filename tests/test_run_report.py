@@ -16,6 +16,7 @@ from nearfar.evaluation.run_report import (
     draw_score_against_time,
     draw_task_heat_map,
     find_runs,
+    wilson_interval,
     write_report,
 )
 
@@ -154,6 +155,33 @@ def test_a_report_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "Averages are over the 2 of 3 tasks and lengths that all have." in report
     assert "Samples of each task and length: 2." in report and "different numbers" not in report
     assert "| decode, ms/token, 1K | 20.00 |" in report
+
+
+def test_averages_by_ratio_beside_kvzip(tmp_path: Path) -> None:
+    for index, run in enumerate([*all_runs(), made_up("snapkv", 0.7)]):
+        run.write(tmp_path / f"{index}.json")
+    report = write_report(find_runs(tmp_path), tmp_path / "out")[0].read_text()
+    table = report[report.index("| average score") :].splitlines()
+    assert table[0] == "| average score by share of pairs kept | 0.1 | 0.3 | 0.5 | 0.7 | mean | % of KVzip's |"
+    rows = {line.split(" | ")[0]: line.split(" | ")[1:] for line in table[2:5]}
+    assert [label.removeprefix("| ") for label in rows] == ["Full cache", "KVzip", "SnapKV"]
+    # Tasks score 0, 0.1 and 0.2 less than KVzip's ratio + 0.25; the mean is over the ratios that both have.
+    scores = [cell.split(" ")[0] for cell in rows["| KVzip"]]
+    assert scores == ["25.0", "45.0", "65.0", "–", "45.0", "100.0"]
+    scores = [cell.split(" ")[0] for cell in rows["| SnapKV"]]
+    assert scores[:5] == ["3.3", "20.0", "40.0", "60.0", "21.1"] and scores[5] == f"{100 * 21.111 / 45:.1f}"
+    assert "Means are over 0.1, 0.3, 0.5." in report
+
+
+def test_intervals_of_averages() -> None:
+    # 50 % of 100: Wilson's interval by the textbook; a mean over tasks counts all of their samples.
+    assert wilson_interval(50.0, 100) == pytest.approx((40.38, 59.62), abs=0.01)
+    assert wilson_interval(0.0, 10)[0] == 0.0 and wilson_interval(100.0, 10)[1] == pytest.approx(100.0)
+    (comparison,) = compare(all_runs())
+    snapkv = comparison.runs[-1]
+    assert snapkv.label == "snapkv 0.5" and comparison.interval(snapkv) == wilson_interval(40.0, 6)
+    (comparison,) = compare([made_up("full", None, benchmark="perplexity", tasks=1)])
+    assert comparison.interval(comparison.runs[0]) is None
 
 
 def test_different_numbers_of_samples_are_told(tmp_path: Path) -> None:

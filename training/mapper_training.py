@@ -339,6 +339,7 @@ class MapperTrainer:
         options: see there.
         cpu: even where there is a GPU.
         progress: show a progress bar.
+        plot: draw `training.png` after each epoch.
 
     Raises:
         ValueError: a mapper of other sizes than the pairs, or too few contexts.
@@ -353,9 +354,10 @@ class MapperTrainer:
         *,
         cpu: bool = False,
         progress: bool = True,
+        plot: bool = True,
     ) -> None:
         self.pairs, self.folder, self.options = pairs, Path(folder), options or MapperTraining()
-        self.progress = progress
+        self.progress, self.plot = progress, plot
         config = mapper.config
         for name, value in pairs.mapper_fields.items():
             is_size = name.startswith(("proxy_num", "target_num")) or name == "target_layers"
@@ -608,7 +610,7 @@ class MapperTrainer:
                 self.best = {"mass": mass, "step": self.step}
                 self._save_model(line)
         self._log(line, bar)
-        if self.accelerator.is_main_process:
+        if self.plot and self.accelerator.is_main_process:
             self._plot()
         return line
 
@@ -740,7 +742,10 @@ class MapperTrainer:
             if theirs == mine:
                 continue
             if isinstance(mine, dict):
-                name = next(key for key in mine if theirs.get(key) != mine[key])
+                differing = [key for key in mine if theirs.get(key) != mine[key]]
+                if not differing:  # fields that older checkpoints do not have yet, at None
+                    continue
+                name = differing[0]
                 mine, theirs = mine[name], theirs.get(name)
             raise ValueError(f"{checkpoint} is of a run with {name} = {theirs!r}, and now it is {mine!r}")
         self.step, self.elapsed, self.best = state["step"], state["elapsed"], state["best"]
@@ -812,13 +817,19 @@ scores = mapper.predict(features)  # (proxy layers, heads, tokens) -> (target la
 
 @torch.no_grad()
 def context_mass_reconstruction(
-    mapper: HybridAxialMapper, pairs: MapperPairs, contexts: Sequence[int], ratios: Sequence[float] = (0.1, 0.3)
+    mapper: HybridAxialMapper,
+    pairs: MapperPairs,
+    contexts: Sequence[int],
+    ratios: Sequence[float] = (0.1, 0.3),
+    *,
+    scope: Literal["context", "head"] = "context",
 ) -> dict[str, dict[str, float]]:
     """Mass reconstruction as it is in use: whole contexts, one top-K over all layers and heads, the prefix left out.
 
     Args:
         mapper: in evaluation mode.
         contexts: indices into `pairs.contexts`.
+        scope: "head" takes a top-K of each layer and head by itself, and the mean over them.
 
     Returns:
         For each ratio the "share" of the oracle's mass, and relative to the oracle's own top-K, means over contexts.
@@ -830,11 +841,12 @@ def context_mass_reconstruction(
         features = torch.from_numpy(np.array(pairs.features(context), np.float32)).to(device)
         target = torch.from_numpy(np.array(pairs.scores(context), np.float32)).to(device)
         scores = mapper.predict(features, return_logits=True)
-        scores, target = (tensor[:, :, prefix:].reshape(1, -1) for tensor in (scores, target))
+        rows = 1 if scope == "context" else scores.shape[0] * scores.shape[1]
+        scores, target = (tensor[:, :, prefix:].reshape(rows, -1) for tensor in (scores, target))
         for ratio in ratios:
             for name, relative in (("share", False), ("relative", True)):
                 mass = mass_reconstruction(scores, target, ratio, relative=relative)
-                found[f"{ratio:g}"][name].append(float(mass))
+                found[f"{ratio:g}"][name].append(float(mass.mean()))
     return {ratio: {name: sum(v) / max(1, len(v)) for name, v in both.items()} for ratio, both in found.items()}
 
 
