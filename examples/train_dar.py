@@ -37,7 +37,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,8 @@ SETTINGS = (
     "eval_text", "block_tokens", "batch_size", "steps", "learning_rate", "weight_decay", "seed", "bf16", "eval_every",
     "eval_blocks", "vocabulary", "tie_embeddings", "save_dtype",
 )  # fmt: skip
-# Of the text's beginning, what --vocabulary's tokenizer is trained on.
-TOKENIZER_CHARACTERS = 20_000_000
+# What --vocabulary's tokenizer is trained on, spread over files, or over the first so many times as much of a dataset.
+TOKENIZER_CHARACTERS, DATASET_SPREAD = 20_000_000, 10
 
 
 # --- variants --------------------------------------------------------------------------------------------------------
@@ -212,6 +212,24 @@ def make_model(options: argparse.Namespace, config: DARConfig) -> DARForCausalLM
     return model
 
 
+def spread_pieces(pieces: Iterable[str], characters: int) -> list[str]:
+    """Every n-th piece, with the smallest power of two for which they have no more than so many characters in all.
+
+    A text that begins with one author or one subject would give a tokenizer for that.
+    """
+    kept: list[str] = []
+    size, stride = 0, 1
+    for index, piece in enumerate(pieces):
+        if index % stride:
+            continue
+        kept.append(piece)
+        size += len(piece)
+        while size > characters and len(kept) > 1:
+            kept, stride = kept[::2], 2 * stride
+            size = sum(map(len, kept))
+    return kept
+
+
 def train_tokenizer(options: argparse.Namespace) -> None:
     """Write the tokenizer of --vocabulary into the output folder, unless it is there.
 
@@ -225,7 +243,8 @@ def train_tokenizer(options: argparse.Namespace) -> None:
             raise ValueError(f"{folder} was trained with another --vocabulary or text: choose another --output")
         return
     sources: Any = options.text or options.dataset
-    pieces = read_text_pieces(sources, TOKENIZER_CHARACTERS, split=options.split)
+    most = TOKENIZER_CHARACTERS * DATASET_SPREAD if options.dataset else None
+    pieces = spread_pieces(read_text_pieces(sources, most, split=options.split), TOKENIZER_CHARACTERS)
     train_digit_tokenizer(pieces, options.vocabulary, sentences=()).save_pretrained(folder)
     write_json(record, wanted)
 

@@ -94,9 +94,10 @@ def test_without_checkpoints(
 
 
 def test_a_text_that_is_too_short_for_a_section(
-    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_all(checkout)
+    save(tiny_proxyformer(dtype=torch.float32, **IDS), checkout / cli_demo.KEPT_PROXYFORMER)
+    save(tiny_dar(dtype=torch.float32, **IDS), checkout / cli_demo.KEPT_DAR)
     short = tmp_path / "short.txt"
     short.write_text("Six.", encoding="utf-8")
     assert cli.main(demo(str(short), tmp_path / "out", "--systems", "proxyformer,dar")) == 0
@@ -108,7 +109,7 @@ def test_a_text_that_is_too_short_for_a_section(
 def test_one_system_s_failure_does_not_hide_the_others(
     checkout: Path, text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_all(checkout)
+    save(tiny_proxyformer(dtype=torch.float32, **IDS), checkout / cli_demo.KEPT_PROXYFORMER)
     save(tiny_dar(dtype=torch.float32, window_size=None, **IDS), checkout / cli_demo.KEPT_DAR)
     assert cli.main(demo(text_file, tmp_path / "out", "--systems", "dar,proxyformer")) == 1
     shown = capsys.readouterr().out

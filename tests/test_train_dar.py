@@ -392,6 +392,14 @@ def test_a_small_checkpoint_with_its_own_tokenizer(
     assert "another --vocabulary or text" in capsys.readouterr().err
 
 
+def test_the_tokenizer_reads_all_over_the_text(script: ModuleType) -> None:
+    pieces = [f"{number:04d}" for number in range(1000)]
+    assert script.spread_pieces(pieces, 4000) == pieces
+    assert script.spread_pieces(iter(pieces), 3999) == pieces[::2]
+    assert script.spread_pieces(iter(pieces), 100) == pieces[::64]
+    assert script.spread_pieces(["long"], 3) == ["long"]
+
+
 def test_earlier_runs_without_the_newer_settings_are_still_theirs(script: ModuleType) -> None:
     assert script.same_settings({"settings": {"steps": 8}}, {"steps": 8, "vocabulary": None, "tie_embeddings": None})
     assert not script.same_settings({"settings": {"steps": 8, "vocabulary": 300}}, {"steps": 8})
