@@ -110,7 +110,7 @@ def _timed(
     """Bytes of the cache, seconds of reading, seconds a decoded token."""
     synchronize(document.device)
     start = time.perf_counter()
-    cache: Any = model.encode_history(document)  # type: ignore[operator]
+    cache: Any = model.encode_history(document)
     synchronize(document.device)
     prefill = time.perf_counter() - start
     size = int(cache.nbytes())
