@@ -492,7 +492,8 @@ def write_card(
         "versions": machine["versions"],
     }  # fmt: skip
     write_json(folder / "training.json", record)
-    card = trained_model_card(record, options.card_name or name, options.license)
+    shown = options.card_name if options.card_name and name != "vanilla" else name
+    card = trained_model_card(record, shown, options.license)
     write_beside(folder / "README.md", lambda file: file.write_text(card, encoding="utf-8"))
 
 
@@ -578,7 +579,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--save-dtype", choices=("bfloat16", "float16"), help="of the weights that are saved (default: float32)")
     add("--license", metavar="ID", help="for the model cards, such as apache-2.0")
-    add("--card-name", metavar="NAME", help="what the cards call the model (default: the variant)")
+    add("--card-name", metavar="NAME", help="what the cards call all but vanilla (default: the variant)")
 
     add = parser.add_argument_group("text").add_argument
     add("--text", nargs="+", metavar="PATH", help=".txt, .md, .jsonl, .json, also .xz and .gz, or folders of them")

@@ -372,10 +372,11 @@ def _show_dar(demo: Demo) -> Section:
     ids = tokenizer(demo.text(DAR_TOKENS), add_special_tokens=False, verbose=False).input_ids[: min(DAR_TOKENS, limit)]
     if len(ids) <= model.config.near_window:
         raise Skipped(f"{demo.origin} has {len(ids):,} tokens, and none is beyond the model's window")
+    unseen = ", which it was not trained on" if demo.given is None else ""
     found = compare_far_caches(model, ids, chunk_tokens=DAR_CHUNK, decode_tokens=DAR_DECODED)
     print(
-        f"\n{folder.name}: {found.tokens:,} tokens of {demo.origin}, not trained on, read in chunks of {DAR_CHUNK} "
-        f"through its cache; window of {found.window} tokens, bottleneck of {found.bottleneck}\n"
+        f"\n{folder.name}: {found.tokens:,} tokens of {demo.origin}{unseen}, read in chunks of {DAR_CHUNK} through "
+        f"its cache; window of {found.window} tokens, bottleneck of {found.bottleneck}\n"
     )
     print(format_far_caches(found))
     largest = max(result.difference for result in found.results)
