@@ -46,7 +46,7 @@ apt_install = log=$$(mktemp); { apt-get update && DEBIAN_FRONTEND=noninteractive
 .PHONY: help demo test lint format typecheck docs fetch suite checkpoints clean
 
 help: ## list these targets
-	@echo "make demo       one table: full and pruned caches on a real model and a real text (first run: minutes)"
+	@echo "make demo       all systems on real input, a table for each (about 3 minutes; first run: more)"
 	@echo "make test       lint, type check and tests"
 	@echo "make lint       ruff: rules and format"
 	@echo "make format     let ruff rewrite the files"

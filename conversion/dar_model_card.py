@@ -1,4 +1,4 @@
-"""The README of a checkpoint that was converted to DAR, with the Hub's metadata."""
+"""The README of a checkpoint that was converted to DAR, or trained as one, with the Hub's metadata."""
 
 from __future__ import annotations
 
@@ -120,6 +120,69 @@ its keys (`fast`), or the bottleneck alone (`small`); of the last {record["windo
 {chr(10).join(made)}
 - nearfar {record["versions"]["nearfar"]}, torch {record["versions"]["torch"]}, transformers \
 {record["versions"]["transformers"]}; `conversion.json` has all settings
+"""
+
+
+def trained_model_card(record: dict[str, Any], name: str, license: str | None = None) -> str:
+    """README.md of a model that `examples/train_dar.py` trained from random weights or from another checkpoint.
+
+    Args:
+        record: what its `training.json` says.
+        name: of the model.
+        license: the metadata's, such as `"apache-2.0"`.
+    """
+    shape, evaluation, twin = record["shape"], record["evaluation"], record["vanilla"]
+    where = {
+        key: evaluation["text"].get(key, key) if isinstance(evaluation["text"], dict) else evaluation["text"]
+        for key in record["perplexity"]
+    }
+    metrics = [
+        Metric("perplexity", value, where[key]) for key, value in record["perplexity"].items() if value is not None
+    ]
+    data = card_data(name, ["dar", "kv-cache", "custom_code"], metrics, license=license)
+    if shape["window_size"] is None:
+        kind = "An ordinary GPT-NeoX, the twin that DAR models are compared with"
+    elif shape["uniform_bottleneck"]:
+        kind = f"A control of DAR: every token is seen through a bottleneck of {shape['bottleneck_size']} numbers"
+    else:
+        kind = (
+            f"A DAR (distance-adaptive representation): a query sees the last {shape['window_size']} tokens in full, "
+            f"and those before through a bottleneck of {shape['bottleneck_size']} of {shape['hidden_size']} numbers"
+        )
+    rows = [["model", "parameters", *(f"perplexity, {where[key]}" for key in record["perplexity"])]]
+    for label, result in ((name, record), ("vanilla GPT-NeoX, the same blocks in the same order", twin)):
+        if result:
+            values = (result["perplexity"].get(key) for key in record["perplexity"])
+            rows.append(
+                [label, f"{result['parameters']:,}", *("–" if value is None else f"{value:.3f}" for value in values)]
+            )
+    tied, vocabulary = ", embeddings tied" if shape["tied_embeddings"] else "", shape["vocabulary"]
+    versions = record["versions"]
+    return f"""---
+{data.to_yaml()}
+---
+
+# {name}
+
+{kind}. {record["parameters"]:,} parameters.
+
+- {shape["layers"]} layers, width {shape["hidden_size"]}, {shape["heads"]} heads, {vocabulary:,} token ids{tied}
+- trained on {record["trained_on_tokens"]:,} tokens of {", ".join(record["text"])} in {record["seconds"]:,.0f} s on
+  {record["machine"]}: {record["steps"]:,} steps of {record["batch_tokens"]:,} tokens in blocks of
+  {record["block_tokens"]:,}, AdamW at {record["learning_rate"]:g}, seed {record["seed"]}
+- nearfar {versions["nearfar"]}, torch {versions["torch"]}, transformers {versions["transformers"]}
+
+{markdown_table(rows)}
+
+Perplexity: at most {evaluation["blocks"]:,} blocks of {record["block_tokens"]:,} tokens, each read on its own, in
+{record["computed_in"]}, before the weights were saved as {record["saved_as"]}. `training.json` has all of this.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
 """
 
 

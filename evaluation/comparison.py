@@ -485,7 +485,7 @@ def write_json(
     path: str | Path,
     results: Sequence[CacheResult],
     *,
-    model: str,
+    model: str | None,
     device: torch.device | str = "cpu",
     seed: int | None = None,
     command: str | None = None,
@@ -494,6 +494,7 @@ def write_json(
     """The results with everything needed to repeat them; written beside, then renamed.
 
     Args:
+        results: may be empty, where `more` is what there is to tell.
         model: the model's id or folder.
         more: further JSON-ready entries (dtype, where the text came from).
     """
@@ -503,7 +504,7 @@ def write_json(
         "model": model,
         "seed": seed,
         **more,
-        "held_equal": held_equal(results),
+        "held_equal": held_equal(results) if results else {},
         "machine": machine_report(device),
         "results": [
             {

@@ -17,7 +17,11 @@ A variant is one of
     uniform[:d=D]                the bottleneck at every distance
     control[:w=W]                DAR whose bottleneck is as wide as the model
 
-and all but vanilla also take activation=sigmoid. The paper's set-ups (10 billion tokens, blocks of 2,048):
+and all but vanilla also take activation=sigmoid. --vocabulary N trains a small tokenizer on the text instead of taking
+--tokenizer, --tie-embeddings and --save-dtype bfloat16 make a small checkpoint. Each folder has a model card with what
+was measured, vanilla's figures beside it, and the same as `training.json`.
+
+The paper's set-ups (10 billion tokens, blocks of 2,048):
 
     --size pythia-70m --batch-size 256 --steps 19073 --sweep bottlenecks                 Table 1, Figure 3
     --size pythia-70m --batch-size 256 --steps 19073 --sweep windows                     Table 3
@@ -34,7 +38,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,14 +46,18 @@ from typing import Any
 import torch
 import transformers
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoTokenizer, Trainer, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from nearfar import DARConfig, DARForCausalLM
+from nearfar.conversion.dar_model_card import trained_model_card
 from nearfar.conversion.packaged_model import cache_root
 from nearfar.evaluation.machine import machine_report
+from nearfar.evaluation.text_pieces import read_text_pieces
 from nearfar.modeling.atomic_file import write_beside
+from nearfar.training.digit_tokenizer import LEAST_VOCABULARY, train_digit_tokenizer
 from nearfar.training.perplexity_log import (
     PerplexityLog,
     plot_relative_perplexity,
@@ -73,8 +81,10 @@ SWEPT_DIVISORS = (2, 4, 8)
 SETTINGS = (
     "model", "hidden_size", "layers", "heads", "tokenizer", "text", "dataset", "split", "text_field", "max_tokens",
     "eval_text", "block_tokens", "batch_size", "steps", "learning_rate", "weight_decay", "seed", "bf16", "eval_every",
-    "eval_blocks",
+    "eval_blocks", "vocabulary", "tie_embeddings", "save_dtype",
 )  # fmt: skip
+# What --vocabulary's tokenizer is trained on, spread over files, or over the first so many times as much of a dataset.
+TOKENIZER_CHARACTERS, DATASET_SPREAD = 20_000_000, 10
 
 
 # --- variants --------------------------------------------------------------------------------------------------------
@@ -176,7 +186,7 @@ def make_config(options: argparse.Namespace, variant: Variant, tokenizer: Any) -
             "max_position_embeddings": max(options.block_tokens, 2048),
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": tokenizer.eos_token_id,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": bool(options.tie_embeddings),
         }
     config = DARConfig(**{**base, **variant.fields})
     if config.vocab_size < len(tokenizer):
@@ -202,6 +212,56 @@ def make_model(options: argparse.Namespace, config: DARConfig) -> DARForCausalLM
     model = DARForCausalLM(config)
     model.load_state_dict(vanilla.state_dict(), strict=False)
     return model
+
+
+def spread_pieces(pieces: Iterable[str], characters: int) -> list[str]:
+    """Every n-th piece, with the smallest power of two for which they have no more than so many characters in all.
+
+    A text that begins with one author or one subject would give a tokenizer for that.
+    """
+    kept: list[str] = []
+    size, stride = 0, 1
+    for index, piece in enumerate(pieces):
+        if index % stride:
+            continue
+        kept.append(piece)
+        size += len(piece)
+        while size > characters and len(kept) > 1:
+            kept, stride = kept[::2], 2 * stride
+            size = sum(map(len, kept))
+    return kept
+
+
+def train_tokenizer(options: argparse.Namespace) -> None:
+    """Write the tokenizer of --vocabulary into the output folder, unless it is there.
+
+    Raises:
+        ValueError: the one that is there is of another text or size.
+    """
+    folder, record = Path(options.tokenizer), Path(options.tokenizer, "trained_on.json")
+    wanted = {"vocabulary": options.vocabulary, "text": options.text or options.dataset}
+    if record.is_file():
+        if json.loads(record.read_text(encoding="utf-8")) != wanted:
+            raise ValueError(f"{folder} was trained with another --vocabulary or text: choose another --output")
+        return
+    sources: Any = options.text or options.dataset
+    most = TOKENIZER_CHARACTERS * DATASET_SPREAD if options.dataset else None
+    pieces = spread_pieces(read_text_pieces(sources, most, split=options.split), TOKENIZER_CHARACTERS)
+    train_digit_tokenizer(pieces, options.vocabulary, sentences=()).save_pretrained(folder)
+    write_json(record, wanted)
+
+
+def prepare_tokenizer(options: argparse.Namespace, state: PartialState) -> None:
+    """`train_tokenizer` in one process, and its error in all."""
+    problem = [""]
+    if options.vocabulary is not None and state.is_main_process:
+        try:
+            train_tokenizer(options)
+        except (ValueError, OSError, ImportError) as error:
+            problem = [str(error)]
+    broadcast_object_list(problem)
+    if problem[0]:
+        raise ValueError(problem[0])
 
 
 def load_data(options: argparse.Namespace, tokenizer: Any) -> tuple[TokenBlocks, dict[str, TokenBlocks]]:
@@ -275,6 +335,12 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
+
+
+def same_settings(run: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Whether a run has these settings; those that it does not name are `None`."""
+    names = run["settings"].keys() | settings.keys()
+    return all(run["settings"].get(name) == settings.get(name) for name in names)
 
 
 def check_run(folder: Path, settings: dict[str, Any], resume: bool) -> bool:
@@ -389,9 +455,6 @@ def train_variant(
     if main_process:
         model.to(PartialState().device)  # one that only missed its end was just loaded
         model.config.use_cache = True  # the Trainer has switched it off
-        if options.keep_weights:
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
         write_json(folder / "log_history.json", log_history)
         lines = read_perplexity_log(folder)
         run["result"] = {
@@ -403,6 +466,11 @@ def train_variant(
                 for name, blocks in evaluation.items()
             },
         }
+        if options.keep_weights:
+            if options.save_dtype:
+                model.to(getattr(torch, options.save_dtype))
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
         write_json(folder / "run.json", run)
         for leftover in folder.glob("checkpoint-*"):
             shutil.rmtree(leftover)
@@ -412,12 +480,52 @@ def train_variant(
 # --- what comes out --------------------------------------------------------------------------------------------------
 
 
+def write_card(
+    options: argparse.Namespace, name: str, results: dict[str, dict[str, Any]], machine: dict[str, Any]
+) -> None:
+    """`training.json` and README.md in a variant's folder, without paths: what it is, and vanilla's figures."""
+    folder = options.output / name
+    config = DARConfig.from_pretrained(folder)
+    result, twin = results[name], results.get("vanilla") if name != "vanilla" else None
+    sources = [options.dataset] if options.dataset else [Path(path).name for path in options.text]
+    evaluated = {key: Path(path).name for key, path in (text.split("=", 1) for text in options.eval_text)}
+    record = {
+        "shape": {
+            "layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "heads": config.num_attention_heads,
+            "vocabulary": config.vocab_size, "tied_embeddings": config.tie_word_embeddings,
+            "window_size": config.window_size, "uniform_bottleneck": config.uniform_bottleneck,
+            "bottleneck_size": config.bottleneck_size if config.has_bottleneck else None,
+        },
+        "parameters": result["parameters"],
+        "text": sources,
+        "trained_on_tokens": result["tokens"],
+        "steps": options.steps,
+        "batch_tokens": options.batch_size * options.block_tokens,
+        "block_tokens": options.block_tokens,
+        "learning_rate": options.learning_rate,
+        "seed": options.seed,
+        "seconds": result["seconds"],
+        "tokens_per_second": result["tokens_per_second"],
+        "evaluation": {"text": evaluated or "the end of the same text", "blocks": options.eval_blocks},
+        "perplexity": result["perplexity"],
+        "vanilla": twin and {field: twin[field] for field in ("parameters", "perplexity", "seconds")},
+        "computed_in": "bfloat16 autocast" if options.bf16 else "float32",
+        "saved_as": options.save_dtype or "float32",
+        "machine": machine["device"] if machine["device"] != "cpu" else machine["cpu"],
+        "versions": machine["versions"],
+    }  # fmt: skip
+    write_json(folder / "training.json", record)
+    shown = options.card_name if options.card_name and name != "vanilla" else name
+    card = trained_model_card(record, shown, options.license)
+    write_beside(folder / "README.md", lambda file: file.write_text(card, encoding="utf-8"))
+
+
 def summarise(options: argparse.Namespace, variants: Sequence[Variant]) -> str:
-    """Write summary.json and perplexity.png over all finished runs with these settings; return the table."""
+    """Write summary.json, perplexity.png and cards over all finished runs with these settings; return the table."""
     names = [variant.name for variant in variants]
     for file in sorted(options.output.glob("*/run.json")):  # of earlier commands
         run = read_run(file.parent)
-        if file.parent.name not in names and run and run["result"] and run["settings"] == options.settings:
+        if file.parent.name not in names and run and run["result"] and same_settings(run, options.settings):
             names.append(file.parent.name)
     results = {name: (read_run(options.output / name) or {})["result"] for name in names}
     baseline = "vanilla" if "vanilla" in results else names[0]
@@ -434,6 +542,9 @@ def summarise(options: argparse.Namespace, variants: Sequence[Variant]) -> str:
         "variants": results,
     }
     write_json(options.output / "summary.json", summary)
+    if options.keep_weights:
+        for name in names:
+            write_card(options, name, results, summary["machine"])
     notes = []
     try:
         runs = {name: options.output / name for name in names}
@@ -484,6 +595,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--heads", type=int)
     add("--model", metavar="ID_OR_DIR", help="start from this GPT-NeoX or DAR checkpoint instead of random weights")
     add("--tokenizer", metavar="ID_OR_DIR", help="default: the one of --model")
+    add("--vocabulary", type=int, metavar="N", help="instead: train a byte-level BPE of N tokens on the text")
+    add(
+        "--tie-embeddings",
+        action="store_true",
+        default=None,
+        help="one matrix for embedding and output head, for models whose vocabulary outweighs their layers",
+    )
+    add("--save-dtype", choices=("bfloat16", "float16"), help="of the weights that are saved (default: float32)")
+    add("--license", metavar="ID", help="for the model cards, such as apache-2.0")
+    add("--card-name", metavar="NAME", help="what the cards call all but vanilla (default: the variant)")
 
     add = parser.add_argument_group("text").add_argument
     add(
@@ -555,9 +676,17 @@ def resolve(options: argparse.Namespace) -> None:
     else:
         options.shape = f"hidden size {own[0]}, {own[1]} layers"
     options.hidden_size, options.layers, options.heads = own
+    if options.vocabulary is not None:
+        if options.tokenizer or options.model:
+            raise ValueError("--vocabulary trains a tokenizer: leave --tokenizer and --model out, or --vocabulary")
+        if options.vocabulary < LEAST_VOCABULARY:
+            raise ValueError(f"--vocabulary must be at least {LEAST_VOCABULARY}, got {options.vocabulary}")
+        options.tokenizer = str(options.output / "tokenizer")
+    if options.tie_embeddings and options.model:
+        raise ValueError("--tie-embeddings is for random weights: the checkpoint of --model says whether its are tied")
     options.tokenizer = options.tokenizer or options.model
     if not options.tokenizer:
-        raise ValueError("--tokenizer is missing")
+        raise ValueError("--tokenizer or --vocabulary is missing")
     if (options.text is None) == (options.dataset is None):
         raise ValueError("give --text or --dataset")
     names = [text.partition("=")[0] for text in options.eval_text]
@@ -604,6 +733,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         resolve(options)
         variants = chosen_variants(options)
+        prepare_tokenizer(options, state)
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
         configs = [make_config(options, variant, tokenizer) for variant in variants]
         finished = [check_run(options.output / variant.name, options.settings, options.resume) for variant in variants]

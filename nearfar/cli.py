@@ -1,4 +1,4 @@
-"""The `nearfar` command: `demo`, `generate`, `fit-prototypes`; `cli_convert`, `cli_eval`, … add the others.
+"""The `nearfar` command: `generate`, `fit-prototypes`; `cli_demo`, `cli_convert`, `cli_eval`, … add the others.
 
 Importing this module imports neither torch nor transformers, so that `nearfar --help` answers at once; each command
 imports what it needs after its arguments have been checked.
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = "smollm2-135m-instruct"
 DEFAULT_BUDGET = 512
-DEMO_CACHES = ("full", "streaming_llm", "snapkv", "h2o", "kvzip", "proactive")  # and proxykv, where it can be had
+# And proxykv, where it can be had. KVzip reads a context three times and H2O in pieces: `--caches all` has them.
+DEMO_CACHES = ("full", "streaming_llm", "snapkv", "proactive")
 # A proxy of the packaged model and its mapper, in a checkout.
 KEPT_PROXY, KEPT_MAPPER = "checkpoints/smollm2-proxy", "checkpoints/smollm2-mapper"
 # The demo's text is the first of these; the others, then all that remain, follow if one is not long enough. The
@@ -44,7 +45,8 @@ logger = logging.getLogger(__name__)
 EXAMPLES = """\
 examples:
   nearfar demo
-      A real chat model reads a long essay with a full cache and with pruned ones.
+      All systems on real input: a chat model reads a long essay with a full cache and with pruned ones, a
+      ProxyFormer finds passkeys in 65,536 tokens, a DAR reads what it was not trained on, digits are drawn.
   nearfar demo --text book.txt --context-tokens 6000 --budget 1024 --caches full,streaming_llm,proactive,random
       The same on your text, at another budget, with other caches.
   nearfar generate --model HuggingFaceTB/SmolLM2-135M-Instruct --cache proactive --budget 512 --chat \\
@@ -135,6 +137,7 @@ def run_script(run: Callable[[argparse.Namespace], Any], args: argparse.Namespac
 def _build_parser() -> argparse.ArgumentParser:
     from nearfar import __version__
     from nearfar.cli_convert import add_convert  # here, because it imports this module
+    from nearfar.cli_demo import add_demo
     from nearfar.cli_eval import add_eval
     from nearfar.cli_images import add_images
     from nearfar.cli_lm_eval import add_lm_eval
@@ -149,7 +152,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"nearfar {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_demo(commands)
+    add_demo(commands)
     _add_generate(commands)
     _add_fit_prototypes(commands)
     add_convert(commands)
@@ -216,47 +219,6 @@ def _add_budget_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-option", action="append", default=[], type=_cache_option, metavar="[CACHE.]KEY=VALUE",
         help="a further argument of a cache, for example proactive.head=mlp or sink_tokens=8; repeatable",
     )  # fmt: skip
-
-
-def _add_demo(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "demo",
-        _demo,
-        help="compare caches on a real model and a real long text",
-        description=(
-            "Read one long text with each cache at one budget. Prints a table (kept pairs, cache bytes, perplexity of "
-            "the text's continuation, needles found, prefill and decode speed) and writes it as PNG and JSON. Without "
-            "arguments: SmolLM2-135M-Instruct and a Paul Graham essay, both from Python packages."
-        ),
-    )
-    parser.add_argument(
-        "--model", default=None, metavar="ID_OR_DIR", help="a causal language model (default: the packaged one)"
-    )
-    parser.add_argument("--text", default=None, metavar="FILE", help="the text, UTF-8 (default: packaged essays)")
-    parser.add_argument(
-        "--caches",
-        default=None,
-        type=_names,
-        help="comma-separated names; an unknown name lists the known ones (default: "
-        f"{','.join(DEMO_CACHES)}, and proxykv with --proxy and --mapper)",
-    )
-    parser.add_argument(
-        "--context-tokens", type=_positive_int, default=3072, metavar="N", help="tokens of text that are compressed"
-    )
-    parser.add_argument(
-        "--needles", type=_count, default=12, metavar="N", help="facts hidden in the context; 0 for none"
-    )
-    parser.add_argument(
-        "--continuation-tokens", type=_count, default=256, metavar="N", help="tokens scored for perplexity; 0 for none"
-    )
-    parser.add_argument(
-        "--decode-tokens", type=_count, default=64, metavar="N", help="tokens of the timed decoding; 0 for none"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="chooses the needles")
-    parser.add_argument("--out", default="nearfar-demo", metavar="DIR", help="where the PNG and the JSON go")
-    _add_budget_arguments(parser)
-    add_machine_arguments(parser)
 
 
 def _add_generate(commands: Any) -> None:
@@ -451,14 +413,18 @@ _HOW_TO_MAKE = {
 def proxy_sources(args: argparse.Namespace) -> dict[str, str | None]:
     """Where the proxy and the mapper are: as given, or for the packaged model those that are kept with the source."""
     found: dict[str, str | None] = {"proxy": args.proxy, "mapper": args.mapper}
-    if args.model in (None, DEMO_MODEL):
-        checkout = Path(__file__).resolve().parent.parent
-        kept = {"proxy": checkout / KEPT_PROXY, "mapper": checkout / KEPT_MAPPER}
-        if args.proxy is None:
-            for name, folder in kept.items():  # a mapper goes with its proxy
-                if found[name] is None and all((path / "config.json").is_file() for path in kept.values()):
-                    found[name] = str(folder)
+    if args.model in (None, DEMO_MODEL) and args.proxy is None:
+        kept = {"proxy": kept_checkpoint(KEPT_PROXY), "mapper": kept_checkpoint(KEPT_MAPPER)}
+        for name, folder in kept.items():  # a mapper goes with its proxy
+            if found[name] is None and all(kept.values()):
+                found[name] = str(folder)
     return found
+
+
+def kept_checkpoint(name: str) -> Path | None:
+    """The folder `name` of the checkout; None if it is not there, as where only the package is installed."""
+    folder = Path(__file__).resolve().parent.parent / name
+    return folder if (folder / "config.json").is_file() else None
 
 
 def add_scorers(
@@ -596,90 +562,6 @@ def check_length(config: PreTrainedConfig, tokens: int, what: str) -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-# --- demo ------------------------------------------------------------------------------------------------------------
-
-
-def _demo(args: argparse.Namespace) -> int:
-    from nearfar.evaluation.texts import load_texts
-
-    # What needs no model is checked first: numbers by argparse, then files, then names (which import torch).
-    _resolve_budget(args)
-    out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; give a folder")
-    text, origin = ("", "") if args.text is None else (load_texts([args.text])[0].text, Path(args.text).name)
-    if args.caches is None:
-        args.caches = [*DEMO_CACHES, *(["proxykv"] if all(proxy_sources(args).values()) else [])]
-    _check_cache_names(args.caches)
-    options = _cache_options(args, args.caches)
-    device = find_device(args)
-    dtype = find_dtype(args, device)
-
-    from nearfar.evaluation import comparison
-    from nearfar.evaluation.machine import available_cores, load_average
-
-    source = model_source(args.model)
-    if args.text is None:
-        text, origin = _packaged_text(args.context_tokens + args.continuation_tokens), "Paul Graham's essays"
-    tokenizer = load_tokenizer(source)
-    contexts = comparison.prepare_contexts(
-        tokenizer,
-        text,
-        needles=args.needles,
-        context_tokens=args.context_tokens,
-        continuation_tokens=args.continuation_tokens,
-        seed=args.seed,
-    )
-    longest = max(len(c.context_ids) + max(len(c.continuation_ids), args.decode_tokens) for c in contexts)
-    check_length(load_config(source), longest, "the context with its continuation")
-
-    load = load_average()
-    set_threads(args, device)
-    name = args.model or DEMO_MODEL
-    _say(f"loading {name} ({str(dtype).removeprefix('torch.')}, {device}, {_threads()} thread(s))")
-    model = load_model(source, device, dtype)
-    add_scorers(options, args, tokenizer, device, dtype)
-    results = comparison.compare_caches(
-        model,
-        tokenizer,
-        text,
-        args.caches,
-        budget=args.budget,
-        retention_ratio=args.retention_ratio,
-        needles=args.needles,
-        context_tokens=args.context_tokens,
-        continuation_tokens=args.continuation_tokens,
-        decode_tokens=args.decode_tokens,
-        seed=args.seed,
-        options=options,
-    )
-
-    budget = f"budget {args.budget} tokens" if args.budget is not None else f"retention ratio {args.retention_ratio:g}"
-    heading = f"{Path(name).name}, {len(contexts[0].context_ids)} tokens of context, {budget}"
-    json_path = comparison.write_json(
-        out / "comparison.json",
-        results,
-        model=name,
-        device=device,
-        seed=args.seed,
-        command=args.command_line,
-        dtype=str(dtype).removeprefix("torch."),
-        text=origin,
-        load_average_before=load,
-    )
-    print(f"\n{heading} ({origin})\n")
-    print(comparison.format_table(results))
-    failed = [result for result in results if result.error is not None]
-    if len(failed) < len(results):
-        print(f"\nfigure: {comparison.write_figure(out / 'comparison.png', results, heading)}")
-    print(f"data:   {json_path}\n")
-    for line in comparison.plain_words(results):
-        print(line)
-    if load is not None and device.type == "cpu" and load >= available_cores() / 2:
-        print(f"Other programs kept the {available_cores()} cores busy (load {load:.1f}): the times say little.")
-    return 1 if failed else 0
 
 
 def _packaged_text(tokens: int, leave_out: Sequence[str] = ()) -> str:

@@ -75,7 +75,7 @@ def test_help_shows_examples_and_every_command(capsys: pytest.CaptureFixture[str
 def test_help_names_real_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["demo", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "(default: 3072)" in shown and f"(default: {cli.DEFAULT_BUDGET})" in shown
+    assert "(default: 2048)" in shown and f"(default: {cli.DEFAULT_BUDGET})" in shown
     assert "default: None" not in shown and "default: False" not in shown
 
 
@@ -253,11 +253,14 @@ def test_demo_with_a_proxy(
     results = {result["name"]: result for result in json.loads((tmp_path / "comparison.json").read_text())["results"]}
     assert list(results) == [*cli.DEMO_CACHES, "proxykv"]
     assert [name for name, result in results.items() if result["error"] is None] == [*names, "proxykv"]
-    assert results["proxykv"]["kept_pairs"] == results["kvzip"]["kept_pairs"] == 64 * 4
+    assert results["proxykv"]["kept_pairs"] == results["snapkv"]["kept_pairs"] == 64 * 4
     assert "ProxyScorer" in results["proxykv"]["options"]["scorer"]
     assert "ProxyKV" in capsys.readouterr().out
-    assert cli.main([*demo[:-2], "--out", str(tmp_path / "b"), "--caches", "proxykv,iam"]) == 0
-    assert json.loads((tmp_path / "b" / "comparison.json").read_text())["held_equal"]["budget"] == 64
+    assert cli.main([*demo[:-2], "--out", str(tmp_path / "b"), "--caches", "proxykv,kvzip,h2o,iam"]) == 0
+    record = json.loads((tmp_path / "b" / "comparison.json").read_text())
+    assert record["held_equal"]["budget"] == 64
+    kept = {result["name"]: result["kept_pairs"] for result in record["results"]}
+    assert kept["proxykv"] == kept["kvzip"] == results["proxykv"]["kept_pairs"]
 
 
 def test_what_is_kept_with_the_source_is_for_the_packaged_model(

@@ -9,12 +9,15 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from nearfar import FlowMatchingPipeline, HybridAxialMapper, ProxyFormerForCausalLM, ProxyScorer
 from nearfar.configuration.remote_code import collect_sources
+from nearfar.evaluation.far_caches import compare_far_caches
 from nearfar.evaluation.multi_needle import evaluate_needles
 from nearfar.evaluation.needle_documents import NeedleTemplates, encode_background
 
 CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"
 NEEDLES = CHECKPOINTS / "proxyformer-needles-12m"
 DIGITS = CHECKPOINTS / "proxyformer-mnist-9m"
+DAR = CHECKPOINTS / "dar-14m"
+needs_dar = pytest.mark.skipif(not DAR.is_dir(), reason="the DAR is not there yet")
 PROXY, MAPPER = CHECKPOINTS / "smollm2-proxy", CHECKPOINTS / "smollm2-mapper"
 
 
@@ -23,7 +26,11 @@ def model() -> ProxyFormerForCausalLM:
     return AutoModelForCausalLM.from_pretrained(NEEDLES, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("folder", [NEEDLES, DIGITS, MAPPER], ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder",
+    [NEEDLES, DIGITS, MAPPER, pytest.param(DAR, marks=needs_dar)],
+    ids=["proxyformer-needles-12m", "proxyformer-mnist-9m", "smollm2-mapper", "dar-14m"],
+)
 def test_the_code_beside_the_weights_is_the_library_s(folder: Path) -> None:
     root = CHECKPOINTS.parent
     expected = collect_sources(type(AutoConfig.from_pretrained(folder)).remote_classes, root / "configuration")
@@ -82,10 +89,21 @@ def test_it_finds_needles(model: ProxyFormerForCausalLM) -> None:
     assert control.lengths[2048].accuracy <= 0.1
 
 
+@needs_dar
+def test_the_dar_reads_through_its_cache_as_without() -> None:
+    model = AutoModelForCausalLM.from_pretrained(DAR, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(DAR)("The river ran past old walls, and nobody could say who built it. " * 20)
+    found = compare_far_caches(model, ids.input_ids, chunk_tokens=100, decode_tokens=2, progress=False)
+    for result in found.results:
+        assert result.difference < 1e-3 and result.perplexity == pytest.approx(found.uncached_perplexity, rel=1e-4)
+    assert found.uncached_perplexity < 100
+    assert json.loads((DAR / "training.json").read_text(encoding="utf-8"))["vanilla"]["perplexity"]
+
+
 @pytest.mark.parametrize(
     ("folders", "megabytes"),
-    [([NEEDLES], 30), ([DIGITS], 20), ([PROXY, MAPPER], 80)],
-    ids=["needles", "digits", "proxy"],
+    [([NEEDLES], 30), ([DIGITS], 20), ([PROXY, MAPPER], 80), pytest.param([DAR], 30, marks=needs_dar)],
+    ids=["needles", "digits", "proxy", "dar"],
 )
 def test_they_are_small(folders: list[Path], megabytes: float) -> None:
     assert sum(file.stat().st_size for folder in folders for file in folder.iterdir()) < megabytes * 1e6

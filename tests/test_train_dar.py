@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from tiny_texts import english, tiny_tokenizer
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
@@ -375,6 +376,60 @@ def test_two_processes(finished: Path, files: Path, tmp_path: Path) -> None:
             assert loss == pytest.approx(whole[step], abs=1e-4), (name, step)
 
 
+# --- small checkpoints -----------------------------------------------------------------------------------------------
+
+
+def test_a_small_checkpoint_with_its_own_tokenizer(
+    script: ModuleType, files: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """A trained vocabulary, tied embeddings, bfloat16, and a card that names no path of this machine."""
+    command = arguments(files, tmp_path, "--steps", 2, "--eval-every", 2, "--eval-blocks", 2)
+    at = command.index("--tokenizer")
+    del command[at : at + 2]
+    command += ["--vocabulary", "280", "--tie-embeddings", "--save-dtype", "bfloat16", "--license", "apache-2.0"]
+    assert script.main([*command, "--card-name", "dar-tiny", *VARIANTS]) == 0
+    folder = tmp_path / "dar-w8-d4"
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == 280 and model.config.vocab_size == 384
+    assert tokenizer.decode(tokenizer(text := "as 123 it was\n").input_ids) == text
+    assert model.dtype == torch.bfloat16
+    assert model.config.tie_word_embeddings and model.lm_head.weight is model.gpt_neox.embed_in.weight
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert sum("embed" in name or "lm_head" in name for name in file.keys()) == 1  # noqa: SIM118
+
+    record = json.loads((folder / "training.json").read_text())
+    vanilla = json.loads((tmp_path / "vanilla" / "training.json").read_text())
+    assert record["vanilla"]["perplexity"] == vanilla["perplexity"] and vanilla["vanilla"] is None
+    assert record["evaluation"]["text"] == {"short": "short.txt", "long": "long.txt"}
+    assert record["text"] == ["train.txt"] and record["trained_on_tokens"] == 2 * BATCH * BLOCK
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\n") and "\nlicense: apache-2.0\n" in card and "# dar-tiny\n" in card
+    for perplexities in (record["perplexity"], vanilla["perplexity"]):
+        assert all(f"{value:.3f}" in card for value in perplexities.values())
+    assert str(tmp_path) not in card + json.dumps(record) and str(files) not in card + json.dumps(record)
+
+    script.main([*command, "--variant", "vanilla"])  # finds its tokenizer again
+    assert "vanilla: finished already" in capsys.readouterr().out
+    command[command.index("280")] = "290"
+    with pytest.raises(SystemExit):
+        script.main([*command, "--variant", "vanilla"])
+    assert "another --vocabulary or text" in capsys.readouterr().err
+
+
+def test_the_tokenizer_reads_all_over_the_text(script: ModuleType) -> None:
+    pieces = [f"{number:04d}" for number in range(1000)]
+    assert script.spread_pieces(pieces, 4000) == pieces
+    assert script.spread_pieces(iter(pieces), 3999) == pieces[::2]
+    assert script.spread_pieces(iter(pieces), 100) == pieces[::64]
+    assert script.spread_pieces(["long"], 3) == ["long"]
+
+
+def test_earlier_runs_without_the_newer_settings_are_still_theirs(script: ModuleType) -> None:
+    assert script.same_settings({"settings": {"steps": 8}}, {"steps": 8, "vocabulary": None, "tie_embeddings": None})
+    assert not script.same_settings({"settings": {"steps": 8, "vocabulary": 300}}, {"steps": 8})
+
+
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -442,6 +497,7 @@ def test_sweeps(script: ModuleType, files: Path, tmp_path: Path) -> None:
         (("--variant", "dar:w=4,activation=relu"), "bottleneck_activation must be None (linear) or 'sigmoid'"),
         (("--size", "pythia-70m"), "give --size, or --hidden-size"),
         (("--model", "somewhere"), "give --size, or --hidden-size"),
+        (("--vocabulary", 300), "--vocabulary trains a tokenizer"),
         (("--dataset", "corpus"), "give --text or --dataset"),
         (("--heads", 0), "--heads must be at least 1, got 0"),
         (("--steps", 0), "--steps must be at least 1, got 0"),
