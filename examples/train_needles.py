@@ -209,7 +209,8 @@ cache = model.encode_history(tokenizer(document, return_tensors="pt").input_ids)
 
 def machine_name(machine: dict[str, Any]) -> str:
     """The device that a report of the machine names."""
-    return str(machine.get("gpu") or machine.get("cpu") or machine.get("device") or "an unknown machine")
+    device = str(machine.get("device") or "an unknown machine")
+    return str(machine.get("cpu") or device) if device == "cpu" else device
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
