@@ -229,7 +229,8 @@ def _pieces(
     blank = _encode(tokenizer, "\n\n")
     rounds: dict[int, list[PairContext]] = {}
     held: list[int] = []
-    held_name, joined = "", {}
+    held_name = ""
+    joined: dict[str, None] = {}
     for name, text in documents:
         ids = _encode(tokenizer, text.strip()[: count * context_tokens * _CHARACTERS_A_TOKEN])
         if len(ids) < join_tokens:
@@ -791,7 +792,7 @@ class MapperPairs:
         for group in groups:
             if len(held_out) + len(group) <= count:
                 held_out.update(group)
-        held_out = held_out or set(min(groups, key=len))
+        held_out = held_out or set(min(groups, key=lambda group: len(group)))
         if len(held_out) == len(self):
             raise ValueError(
                 f"the {len(self)} contexts of {self.folder} are all made of the same text, which leaves none to "
