@@ -792,7 +792,8 @@ class MapperPairs:
         for group in groups:
             if len(held_out) + len(group) <= count:
                 held_out.update(group)
-        held_out = held_out or set(min(groups, key=lambda group: len(group)))
+        smallest = min(groups, key=len)
+        held_out.update([] if held_out else smallest)
         if len(held_out) == len(self):
             raise ValueError(
                 f"the {len(self)} contexts of {self.folder} are all made of the same text, which leaves none to "
