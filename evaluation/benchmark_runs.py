@@ -2,7 +2,7 @@
 
 A file holds the settings, the machine, every sample's answers and figures, and a summary by task and length. A sample
 depends on its seed, task, length and number only, so that a command with more of them adds to the file. Results of
-other settings are never mixed with those in a file.
+other settings or of other data are never mixed with those in a file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class BenchmarkRun:
         benchmark: its name.
         settings: what all samples have in common.
         samples: by key (`task/length/number`), JSON-ready: `task`, `length`, `score` (0 to 1, in `perplexity` nats a
-            token, in `latency` None) and further figures.
+            token, in `latency` None) and further figures; `data`, a digest of what was asked.
         record: further entries of the file (time, command, machine).
     """
 
@@ -229,21 +229,52 @@ def open_run(
     return run
 
 
+def check_data(run: BenchmarkRun, data: Mapping[str, str], path: str | Path | None = None) -> None:
+    """Samples that are in the run already must be of the data that is here now.
+
+    Args:
+        data: by key, a digest of what the sample is made from.
+        path: the run's file, for the message.
+
+    Raises:
+        ValueError: a sample in the run is of other data, or of data that nobody noted.
+    """
+    other = [key for key in data if key in run.samples and run.samples[key].get("data") != data[key]]
+    if other:
+        noted = all("data" in run.samples[key] for key in other)
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        raise ValueError(
+            f"{path or 'the run'} holds results of {'other' if noted else 'unknown'} data ({other[0]}{more}); write "
+            "into another folder (--out), or replace what is there (--restart)"
+        )
+
+
 def run_items(
-    run: BenchmarkRun, items: Iterable[Item], path: str | Path | None = None, *, progress: bool = True
+    run: BenchmarkRun,
+    items: Iterable[Item],
+    path: str | Path | None = None,
+    *,
+    data: Mapping[str, str] | None = None,
+    progress: bool = True,
 ) -> BenchmarkRun:
     """Measure what is not in the run yet, and save while doing so, also when interrupted.
 
     Args:
         items: a sample's key, and what measures it.
+        data: by key, a digest of what the sample is made from, which is kept with its results.
+
+    Raises:
+        ValueError: see `check_data`.
     """
+    data = data or {}
+    check_data(run, data, path)
     todo = [(key, measure) for key, measure in items if key not in run.samples]
     saved = time.monotonic()
     try:
         with tqdm(total=len(todo), unit="sample", dynamic_ncols=True, disable=None if progress else True) as bar:
             for key, measure in todo:
                 bar.set_description(f"{run.label}: {key}", refresh=False)
-                run.samples[key] = measure()
+                run.samples[key] = {**measure(), **({"data": data[key]} if key in data else {})}
                 bar.update()
                 if path is not None and time.monotonic() - saved > _SAVE_SECONDS:
                     run.write(path)

@@ -24,7 +24,7 @@ from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, cache_nbyt
 from nearfar.modeling.compat import CACHE_FIELD, cache_argument
 from nearfar.modeling.kvzip_scores import RepeatPrompt
 from nearfar.modeling.modeling_axial_mapper import HybridAxialMapper
-from nearfar.modeling.proxy_scorer import PromptScorer, ProxyScorer
+from nearfar.modeling.proxy_scorer import PromptScorer, ProxyScorer, check_same_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,6 +101,19 @@ class CacheChoice:
         }
 
 
+def _tokenizer_of(proxy: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(proxy)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"the proxy {proxy} has no tokenizer to compare with the target's ({error}): save the target's beside it "
+            "if they are the same, or give the loaded model"
+        ) from error
+    return tokenizer
+
+
 def _plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
@@ -145,7 +158,8 @@ class ContextReader:
         choice: which cache.
 
     Raises:
-        ValueError: a model that makes its own cache, asked for another one; a model in training mode.
+        ValueError: a model that makes its own cache, asked for another one; a model in training mode; a proxy, given
+            by its name, with another tokenizer, or without one.
     """
 
     def __init__(
@@ -184,6 +198,7 @@ class ContextReader:
         if isinstance(proxy, str):
             from transformers import AutoModelForCausalLM
 
+            check_same_vocabulary(_tokenizer_of(proxy), self.tokenizer)
             dtype = self.model.get_input_embeddings().weight.dtype
             proxy = AutoModelForCausalLM.from_pretrained(proxy, dtype=dtype).to(self.device).eval()
         prompt = RepeatPrompt.from_tokenizer(self.tokenizer)

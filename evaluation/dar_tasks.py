@@ -9,15 +9,16 @@ The prompts are lm-eval's. Each request's answer is kept in a file as it comes, 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfar.evaluation.benchmark_runs import BenchmarkRun, measure_answers, run_items
+from nearfar.evaluation.benchmark_runs import BenchmarkRun, check_data, measure_answers, run_items
 from nearfar.evaluation.longbench import load_longbench
-from nearfar.evaluation.task_samples import PromptFrame
+from nearfar.evaluation.task_samples import PromptFrame, text_digest
 
 if TYPE_CHECKING:
     from nearfar.evaluation.lm_eval_model import NearfarLM
@@ -78,7 +79,7 @@ def run_dar_tasks(
         path: where the run is kept; answers of single requests are kept beside it.
 
     Raises:
-        ValueError: an unknown task; MBPP without `allow_code`.
+        ValueError: an unknown task; MBPP without `allow_code`; the run holds samples of other data.
         ImportError: lm-eval or a package of one of its metrics is missing.
     """
     for name in tasks:
@@ -113,7 +114,8 @@ def _multi_news(
     def measure(sample: Any) -> Any:
         return lambda: measure_answers(lm.reader, frame, sample, question_seen=True, max_tokens=lm.max_length)
 
-    run_items(run, [(sample.key, measure(sample)) for sample in samples], path, progress=progress)
+    data = {sample.key: sample.digest for sample in samples}
+    run_items(run, [(sample.key, measure(sample)) for sample in samples], path, data=data, progress=progress)
 
 
 def _prompt_tokens(frame: PromptFrame, sample: Any) -> int:
@@ -136,14 +138,16 @@ def _lm_eval_task(
     if spec.runs_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     leaves = list(manager.load(name)["tasks"].items())
-    chosen, tokens = [], {}
+    chosen, tokens, data = [], {}, {}
     for leaf, task in leaves:
         if task.get_config("num_fewshot") != 0:
             task.set_config(key="num_fewshot", value=spec.shots)
         task.set_fewshot_seed(seed=seed)
         kept = _keep_long(task, lm, window, limit)
-        todo = {number: n for number, n in kept.items() if f"{name}/{leaf}/{number}" not in run.samples}
-        if todo:
+        digests = {f"{name}/{leaf}/{number}": digest for number, digest in _digests(task).items()}
+        check_data(run, digests, path)
+        data.update(digests)
+        if not digests.keys() <= run.samples.keys():
             chosen.append(task)
             tokens[leaf] = kept
     if not chosen:
@@ -172,9 +176,18 @@ def _lm_eval_task(
                 "length": None,
                 "score": float(entry[spec.metric]),
                 "context_tokens": tokens[leaf][number],
+                "data": data[f"{name}/{leaf}/{number}"],
             }
     if path is not None:
         run.write(path)
+
+
+def _digests(task: Any) -> dict[int, str]:
+    """By document: a digest of it and of what is asked about it, the worked examples included."""
+    asked: dict[int, list[Any]] = {}
+    for request in task.instances:
+        asked.setdefault(request.doc_id, [request.doc]).append(request.args)
+    return {number: text_digest(json.dumps(parts, sort_keys=True, default=str)) for number, parts in asked.items()}
 
 
 def _keep_long(task: Any, lm: NearfarLM, window: int, limit: int | None) -> dict[int, int]:

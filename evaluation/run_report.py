@@ -130,14 +130,19 @@ def wilson_interval(percent: float, count: float, z: float = 1.96) -> tuple[floa
 
 
 def compare(runs: Sequence[BenchmarkRun]) -> list[Comparison]:
-    """The runs, sorted into comparisons."""
-    groups: dict[str, list[BenchmarkRun]] = {}
+    """The runs, sorted into comparisons: of the same settings, and of the same data where they share samples."""
+    alike: dict[str, list[list[BenchmarkRun]]] = {}
     for run in runs:
         if run.samples:
             common = {name: value for name, value in run.settings.items() if name not in _CACHE_SETTINGS}
-            groups.setdefault(json.dumps([run.benchmark, common], sort_keys=True), []).append(run)
+            groups = alike.setdefault(json.dumps([run.benchmark, common], sort_keys=True), [])
+            group = next((group for group in groups if all(_same_data(run, other) for other in group)), None)
+            if group is None:
+                groups.append([run])
+            else:
+                group.append(run)
     comparisons: list[Comparison] = []
-    for group in groups.values():
+    for group in (group for groups in alike.values() for group in groups):
         group = sorted(group, key=_order)
         shared = [
             [(entry["task"], entry["length"]) for entry in run.scores()]
@@ -150,6 +155,11 @@ def compare(runs: Sequence[BenchmarkRun]) -> list[Comparison]:
         name = f"{name}-{taken + 1}" if taken else name
         comparisons.append(Comparison(name, group[0].benchmark, model, group, cells))
     return comparisons
+
+
+def _same_data(run: BenchmarkRun, other: BenchmarkRun) -> bool:
+    shared = run.samples.keys() & other.samples.keys()
+    return all(run.samples[key].get("data") == other.samples[key].get("data") for key in shared)
 
 
 def _order(run: BenchmarkRun) -> tuple[Any, ...]:

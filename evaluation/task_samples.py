@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from nearfar.modeling.chat_frame import chat_frame
@@ -61,6 +63,16 @@ class Sample:
     def key(self) -> str:
         """Names the sample in a file of results."""
         return "/".join([self.task, *([] if self.length is None else [str(self.length)]), str(self.number)])
+
+    @property
+    def digest(self) -> str:
+        """Of the context, the questions and their answers: tells the sample from another one of its key."""
+        return text_digest(json.dumps(asdict(self)))
+
+
+def text_digest(text: str) -> str:
+    """16 hexadecimal digits."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 class PromptFrame:

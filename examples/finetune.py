@@ -170,6 +170,23 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
+def is_last(checkpoint: Path) -> bool:
+    """Whether no step comes after a checkpoint: it is the last one's, or training was stopped early there."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    control = state.get("stateful_callbacks", {}).get("TrainerControl", {}).get("args", {})
+    return bool(state["global_step"] >= state["max_steps"] or control.get("should_training_stop"))
+
+
+class ResumableTrainer(Trainer):
+    """Trains nothing when it resumes from the last checkpoint; the Trainer looks for the end only after a step."""
+
+    ended = False
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        epochs, *others = super().set_initial_training_values(*args, **kwargs)
+        return (0 if self.ended else epochs, *others)
+
+
 def check_run(options: argparse.Namespace) -> bool:
     """Whether the run is finished.
 
@@ -222,6 +239,7 @@ def training_arguments(options: argparse.Namespace, first_text: str) -> Training
         save_steps=options.save_every,
         save_total_limit=2 if stops_early else 1,
         load_best_model_at_end=stops_early,
+        restore_callback_states_from_checkpoint=stops_early,  # evaluations without a new best
         metric_for_best_model=f"eval_{first_text}_loss" if stops_early else None,
         greater_is_better=False if stops_early else None,
         logging_steps=1,
@@ -275,7 +293,7 @@ def run(options: argparse.Namespace, tokenizer: Any, train: TokenBlocks, evaluat
     callbacks: list[Any] = [log]
     if options.patience is not None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
-    trainer = Trainer(
+    trainer = ResumableTrainer(
         load_model(options), arguments, train_dataset=train, eval_dataset=evaluation, callbacks=callbacks
     )
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
@@ -289,7 +307,10 @@ def run(options: argparse.Namespace, tokenizer: Any, train: TokenBlocks, evaluat
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress())
+    trainer.ended = checkpoint is not None and is_last(checkpoint)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if trainer.ended:
+        trainer.state.log_history.pop()  # a summary of no steps
     save(trainer, options, tokenizer)
     state.wait_for_everyone()
     if not state.is_main_process:

@@ -28,6 +28,7 @@ from .proxy_history import CausalConvolution, ProxyHistoryLayer
 from .proxyformer_base import ProxyFormerPreTrainedModel
 from .proxyformer_streams import ProxyFormerStreams
 from .rms_norm import RMSNorm
+from .sharded_calls import call_sharded
 
 
 @dataclass
@@ -287,7 +288,10 @@ class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, NextTokenLoss, Generati
         condition_states: torch.Tensor | None = None,
     ) -> ProxyCache:
         """Compress a history once, to be asked about often; see `ProxyFormerModel.encode_history`."""
-        return self.model.encode_history(history_ids, attention_mask, condition_states)
+        return call_sharded(self, "_encode_history", history_ids, attention_mask, condition_states)
+
+    def _encode_history(self, *args: Any) -> ProxyCache:
+        return self.model.encode_history(*args)
 
     @can_return_tuple
     def forward(

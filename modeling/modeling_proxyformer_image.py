@@ -4,6 +4,7 @@ A noisy image x_t = (1 - t) ε + t x goes in, an estimate of x comes out; `pipel
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from transformers import initialization as init
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_proxyformer_image import ProxyFormerImageConfig
-from .image_layers import ImageStack, LocalHead, initialise_image_module, pixel_embedding
+from .image_layers import ElementwiseMap, ImageStack, LocalHead, initialise_image_module, pixel_embedding
 from .time_embedding import TimeEmbedding
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class ProxyFormerImageModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "pixel_values"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["ImageLayer"]
+    _no_split_modules: ClassVar[list[str]] = ["ImageLayer", "TimeEmbedding"]
     _supports_sdpa = True
     _supports_flash_attn = False
     _supports_flex_attn = False
@@ -140,11 +141,12 @@ class ProxyFormerImageModel(PreTrainedModel):
             pixel_values, class_labels, text_states, text_attention_mask, drop_condition
         )
         last = self.config.num_hidden_layers - 1
-        heads: list[tuple[int, nn.Module]] = [(last, self.head)]
+        heads: list[tuple[int, ElementwiseMap]] = [(last, partial(self.head))]
         if self.config.auxiliary_loss_weight:
-            heads.insert(0, (self.middle_layer, self.middle_head))
+            heads.insert(0, (self.middle_layer, partial(self.middle_head)))
         embedded = self.time_embedding(time)
-        found = self.stack(pixel_values.movedim(1, -1), self.input_embedding, heads, embedded, condition, valid)
+        embed = partial(self.input_embedding)
+        found = self.stack(pixel_values.movedim(1, -1), embed, heads, embedded, condition, valid)
         found = [x.movedim(-1, 1) for x in found]
         output = ProxyFormerImageOutput(sample=found[-1], middle_sample=found[0] if len(found) > 1 else None)
         return output.to_tuple() if return_dict is False else output
@@ -193,7 +195,8 @@ class ProxyFormerImageModel(PreTrainedModel):
         states: list[torch.Tensor] = []
         valid: list[torch.Tensor] = []
         if config.num_classes is not None:
-            states.append(self._class_states(labels, drop, batch, pixels.device))
+            # The embedding may lie on another device.
+            states.append(self._class_states(labels, drop, batch, pixels.device).to(pixels.device))
             valid.append(torch.ones(states[0].shape[:2], dtype=torch.bool, device=pixels.device))
         if config.text_hidden_size is not None:
             found, real = self._text_states(text, text_mask, drop, batch)
@@ -240,13 +243,13 @@ class ProxyFormerImageModel(PreTrainedModel):
             )
         if mask is not None and mask.shape != text.shape[:2]:
             raise ValueError(f"text_attention_mask must have shape {tuple(text.shape[:2])}, got {tuple(mask.shape)}.")
-        states = self.text_projection(text)
+        states = self.text_projection(text).to(text.device)
         real = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device) if mask is None else mask.bool()
         # A text that is left out, and one without a real token, are one time the state of no text.
         left_out = ~real.any(dim=1)
         if drop is not None:
             left_out = left_out | drop
-        states = torch.where(left_out[:, None, None], self.no_text.to(states.dtype), states)
+        states = torch.where(left_out[:, None, None], self.no_text.to(states), states)
         first = torch.arange(text.shape[1], device=text.device) == 0
         return states, torch.where(left_out[:, None], first, real)
 

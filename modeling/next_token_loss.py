@@ -81,8 +81,8 @@ class NextTokenLoss:
         labelled = targets != IGNORED
         hidden, targets = hidden[labelled], targets[labelled]
         total = hidden.sum() * 0.0
-        for start in range(0, hidden.shape[0], chunk):
-            part = slice(start, start + chunk)
+        for call in range(_head_calls(hidden, self.lm_head, chunk)):
+            part = slice(call * chunk, (call + 1) * chunk)
             found = checkpoint(self._chunk_loss, hidden[part], targets[part], use_reentrant=False)
             assert isinstance(found, torch.Tensor)
             total = total + found
@@ -92,6 +92,22 @@ class NextTokenLoss:
         logits = self.lm_head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets, reduction="sum")
+
+
+def _head_calls(hidden: torch.Tensor, head: Any, chunk: int) -> int:
+    """How often a head is called on a chunk of `(n, hidden size)` states, the last times maybe on none.
+
+    At least once, for its weights' gradients. Where each call gathers weights from other processes, as often as on the
+    process with the most labels: the others would wait for it forever.
+    """
+    calls = max(1, -(-hidden.shape[0] // chunk))
+    weight = getattr(head, "weight", None)
+    sharded = hasattr(weight, "ds_id") or hasattr(weight, "full_tensor")  # by ZeRO-3, or a DTensor
+    if sharded and torch.distributed.is_available() and torch.distributed.is_initialized():
+        most = torch.tensor(calls, device=hidden.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        calls = int(most)
+    return calls
 
 
 def _is_plain(head: Any) -> bool:

@@ -17,6 +17,7 @@ from .proxy_rotary import RotaryAngles
 from .proxyformer_base import ProxyFormerPreTrainedModel
 from .proxyformer_record import note_context
 from .reversible_history import reversible_history
+from .sharded_calls import call_sharded
 
 # Parts of a history layer that a reversible history computes again.
 _RECOMPUTED = ("compress", "decompress")
@@ -263,7 +264,7 @@ class ProxyFormerHistory(ProxyFormerPreTrainedModel):
         for index, layer in enumerate(self.layers):
             stored = cache.layers[index]
             proxies = [-(-count // layer.ratio) for count in counts]
-            layer.store_proxies(result.proxies[index], proxies, stored)
+            call_sharded(layer, "store_proxies", result.proxies[index], proxies, stored)
             state = result.states[index]
             if len(state) == 2:
                 stored.interaction.append(torch.cat(state, dim=-1), proxies)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +50,9 @@ LATENCY_EXAMPLES = """\
 examples:
   nearfar eval latency my/model --lengths 4k,32k --caches full,snapkv,kvzip --retention-ratio 0.3 --limit 5
 """
+
+# RULER: tokens of the haystack for documents of up to as many.
+_SHORT_HAYSTACK = 64 << 10
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
@@ -263,7 +265,12 @@ class _Session:
         ids = load_background(self.args.text, self.tokenizer, tokens, split=self.args.split, column=self.args.column)
         return str(self.tokenizer.decode(ids.tolist()))
 
-    def run(self, settings: dict[str, Any], items: Callable[[ContextReader], Sequence[Item]]) -> int:
+    def run(
+        self,
+        settings: dict[str, Any],
+        items: Callable[[ContextReader], Sequence[Item]],
+        data: Mapping[str, str] | None = None,
+    ) -> int:
         """One run for each cache and size; prints a table for each.
 
         A run that another process is measuring is left to it: the same command, started several times, shares the
@@ -278,7 +285,7 @@ class _Session:
                 if not held:
                     cli._say(f"{path}: left to another process, which is measuring it")
                     continue
-                self._run_one(choice, path, settings, items)
+                self._run_one(choice, path, settings, items, data)
         return 0
 
     def _run_one(
@@ -287,6 +294,7 @@ class _Session:
         path: Path,
         settings: dict[str, Any],
         items: Callable[[ContextReader], Sequence[Item]],
+        data: Mapping[str, str] | None,
     ) -> None:
         from nearfar.evaluation.benchmark_runs import open_run, run_items
         from nearfar.evaluation.context_reading import ContextReader
@@ -302,12 +310,8 @@ class _Session:
             restart=self.args.restart,
             record={"command": self.args.command_line},
         )
-        run_items(run, items(reader), path)
+        run_items(run, items(reader), path, data=data)
         print(f"{self.benchmark}, {Path(self.name).name}, {run.label}\n\n{run.table()}\n\ndata: {path}\n")
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 # --- the benchmarks --------------------------------------------------------------------------------------------------
@@ -315,7 +319,7 @@ def _digest(text: str) -> str:
 
 def _ruler(args: argparse.Namespace) -> int:
     from nearfar.evaluation.ruler import QA_TASKS, RULER_TASKS, RulerTasks, find_passages, load_passages
-    from nearfar.evaluation.task_samples import PromptFrame, check_tasks
+    from nearfar.evaluation.task_samples import PromptFrame, check_tasks, text_digest
 
     check_tasks(args.tasks, RULER_TASKS, "RULER")
     found = find_passages(args.data_dir)
@@ -324,32 +328,46 @@ def _ruler(args: argparse.Namespace) -> int:
     _check_positions_of(session, args.lengths[-1], "the longest prompt with its answer")
     passages = {task: load_passages(task, found.get(task)) for task in asked}
     frame = PromptFrame(session.tokenizer, chat=not args.no_chat)
-    haystack = session.text(max(args.lengths[-1], 64 << 10))
-    tasks = RulerTasks(frame, haystack, passages=passages, seed=args.seed)
-    chosen = list(dict.fromkeys(args.tasks)) or tasks.tasks
+    # A length's haystack depends on that length only: samples of others, added later, leave it as it is.
+    sizes = {length: max(length, _SHORT_HAYSTACK) for length in args.lengths}
+    made = {
+        size: RulerTasks(frame, session.text(size), passages=passages, seed=args.seed)
+        for size in dict.fromkeys(sizes.values())
+    }
+    by_length = {length: made[size] for length, size in sizes.items()}
+    shortest = by_length[args.lengths[0]]
+    chosen = list(dict.fromkeys(args.tasks)) or shortest.tasks
     left_out = [task for task in QA_TASKS if not args.tasks and task not in chosen]
     if left_out:
         cli._say(f"without {', '.join(left_out)}: no data in --data-dir (or name them with --tasks, for the Hub's)")
     for task in chosen:  # too short a length is told before the model is loaded
-        tasks.sample(task, args.lengths[0], 0)
+        shortest.sample(task, args.lengths[0], 0)
 
     settings = {
         "seed": args.seed,
         "chat": frame.has_chat,
         "question_seen": args.question_seen,
-        "haystack": _digest(tasks.haystack),
-        "words": tasks.word_source,
-        "passages": {task: _digest("\n".join(data.documents)) for task, data in passages.items()},
+        "words": shortest.word_source,
     }
     places = [(task, length, n) for task in chosen for length in args.lengths for n in range(args.limit)]
+    # What a sample is drawn from: making all samples only to compare them would take long.
+    haystacks = {length: text_digest(tasks.haystack) for length, tasks in by_length.items()}
+    asking = {task: text_digest(repr(found)) for task, found in passages.items()}
+    data = {
+        f"{task}/{length}/{number}": asking[task] if task in asking else haystacks[length]
+        for task, length, number in places
+    }
 
     def items(reader: ContextReader) -> list[Item]:
         return [
-            (f"{task}/{length}/{number}", _asking(args, reader, frame, tasks.sample, (task, length, number)))
+            (
+                f"{task}/{length}/{number}",
+                _asking(args, reader, frame, by_length[length].sample, (task, length, number)),
+            )
             for task, length, number in places
         ]
 
-    return session.run(settings, items)
+    return session.run(settings, items, data)
 
 
 def _asking(
@@ -418,14 +436,16 @@ def _documents(
             (sample.key, _asking(args, reader, frame, lambda made: made, (sample,), max_tokens)) for sample in samples
         ]
 
-    return session.run(settings, items)
+    return session.run(settings, items, {sample.key: sample.digest for sample in samples})
 
 
 def _perplexity(args: argparse.Namespace) -> int:
+    from nearfar.evaluation.task_samples import text_digest
+
     session = _Session(args, "perplexity")
     _check_positions_of(session, args.lengths[-1] + args.continuation, "the longest context with its continuation")
     ids, prefix = _text_ids(session)
-    settings = {"seed": args.seed, "continuation": args.continuation, "text": _digest(str(ids))}
+    settings = {"seed": args.seed, "continuation": args.continuation, "text": text_digest(str(ids))}
     places = [(length, number) for length in args.lengths for number in range(args.limit)]
 
     def measure(reader: ContextReader, length: int, number: int) -> Callable[[], dict[str, Any]]:
@@ -445,11 +465,12 @@ def _perplexity(args: argparse.Namespace) -> int:
 
 def _latency(args: argparse.Namespace) -> int:
     from nearfar.evaluation.machine import machine_report
+    from nearfar.evaluation.task_samples import text_digest
 
     session = _Session(args, "latency")
     _check_positions_of(session, args.lengths[-1] + args.decode_tokens + 2, "the longest context with what is decoded")
     ids, prefix = _text_ids(session)
-    settings = {"seed": args.seed, "decode_tokens": args.decode_tokens, "text": _digest(str(ids))}
+    settings = {"seed": args.seed, "decode_tokens": args.decode_tokens, "text": text_digest(str(ids))}
     settings |= {"device": machine_report(session.device)["device"], "threads": args.threads}  # times of one machine
     warm: set[int] = set()  # readers
 

@@ -126,6 +126,28 @@ def refused(folder: Path, option: str) -> str:
     raise AssertionError(f"{option} went through")
 
 
+def generated(folder: Path) -> bool:
+    """Whether a sharded ProxyFormer writes what a whole one writes, also after a history, over several blocks."""
+    accelerator = Accelerator()
+    models: list[Any] = [
+        nearfar.ProxyFormerForCausalLM.from_pretrained(folder / "proxyformer", dtype=torch.float32).eval()
+        for _ in range(2)
+    ]
+    whole, sharded = models[0].to(accelerator.device), models[1]
+    sharded, _ = accelerator.prepare(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+    ids = torch.randint(3, 256, (2, 21), generator=torch.Generator().manual_seed(0)).to(accelerator.device)
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    answers = [
+        (
+            model.generate(ids, **settings),
+            model.generate(ids[:, :5], history_ids=ids, **settings),
+            model.generate(torch.cat([ids, ids[:, :5]], 1), past_key_values=model.encode_history(ids), **settings),
+        )
+        for model in (whole, sharded)
+    ]
+    return all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
+
+
 def tensor_parallel(folder: Path) -> dict[str, Any]:
     """A model whose projections are split over the processes, against the same one whole."""
     from transformers import AutoModelForCausalLM
@@ -177,6 +199,7 @@ def run(folder: Path, mode: str) -> None:
     report["processes"] = state.num_processes
     if mode == "fsdp2":
         options = ("share_proxy_generation_weights", "reversible_history")
+        report["generated"] = generated(folder)
         report["refused"] = {option: refused(folder, option) for option in options}
     if state.is_main_process:
         (folder / f"{mode}.json").write_text(json.dumps(report))

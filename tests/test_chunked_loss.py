@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nearfar.modeling.chunked_loss import chunked_cross_entropy
+from nearfar.modeling.next_token_loss import NextTokenLoss
 
 POSITIONS, SIZE, VOCABULARY = 37, 6, 53
 
@@ -191,3 +193,47 @@ def test_shapes_that_do_not_fit() -> None:
         chunked_cross_entropy(hidden, weight, labels[1:])
     with pytest.raises(ValueError, match="chunk must be at least 1"):
         chunked_cross_entropy(hidden, weight, labels, 0)
+
+
+class Headed(NextTokenLoss):
+    """A head that is called rather than taken apart, two labels at a time."""
+
+    training = True
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.config = SimpleNamespace(loss_chunk_tokens=2)
+        self.lm_head = torch.nn.Linear(SIZE, VOCABULARY, bias=False, dtype=torch.float64)
+        self.lm_head.weight = torch.nn.Parameter(weight.detach().clone())
+        self.calls: list[int] = []
+        self.lm_head.register_forward_pre_hook(lambda module, args: self.calls.append(len(args[0])))
+
+
+def test_every_process_calls_a_sharded_head_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with fewer labels, or none, would leave the others waiting for its shard of the weights."""
+    hidden, weight, labels = inputs()
+    labels[5:] = -100  # of the first five three are left: two calls
+    headed = Headed(weight)
+    loss = headed._sum_of_losses(hidden, labels)
+    assert headed.calls == [2, labels.ne(-100).sum().item() - 2]
+
+    def all_reduce(tensor: torch.Tensor, op: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MAX
+        tensor.clamp_(min=4)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    headed.calls.clear()
+    headed._sum_of_losses(hidden, labels)
+    assert len(headed.calls) == 2  # weights that are whole need no other process
+    headed.lm_head.weight.ds_id = 0  # as ZeRO-3 marks them
+    headed.calls.clear()
+    again = headed._sum_of_losses(hidden, labels)
+    again.backward()
+    assert headed.calls[:4] == [2, labels.ne(-100).sum().item() - 2, 0, 0] and torch.equal(again, loss)
+
+    headed.calls.clear()
+    headed.lm_head.weight.grad = None
+    nothing = headed._sum_of_losses(hidden, torch.full_like(labels, -100))
+    nothing.backward()
+    assert nothing == 0 and headed.calls[:4] == [0, 0, 0, 0]
+    assert headed.lm_head.weight.grad is not None and not headed.lm_head.weight.grad.any()

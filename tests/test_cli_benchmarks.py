@@ -83,6 +83,22 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
         open_run("ruler", reader, {"seed": 1}, path=path)
     with pytest.raises(ValueError, match="a run of ruler, not of scbench"):
         open_run("scbench", reader, {"seed": 0}, path=path)
+    # Results say which data they are of; those of others, or of unknown ones, are not taken for them.
+    run_items(run, [item("c/0")], path, data={"c/0": "mine"}, progress=False)
+    run = open_run("ruler", reader, {"seed": 0}, path=path)
+    run_items(run, [item("c/0"), item("c/1")], path, data={"c/0": "mine", "c/1": "mine"}, progress=False)
+    assert measured[-2:] == ["c/0", "c/1"] and run.samples["c/1"]["data"] == "mine"
+    for data, message in (
+        (
+            {"c/0": "yours", "c/1": "yours"},
+            r"run.json holds results of other data \(c/0 and 1 more\); .* \(--restart\)",
+        ),
+        ({"a/0": "mine", "c/0": "mine"}, r"run.json holds results of unknown data \(a/0\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_items(run, [item("d/0")], path, data=data, progress=False)
+    assert measured[-1] == "c/1"
+
     other = ContextReader(tiny_llama(seed=1), tiny_tokenizer())
     with pytest.raises(ValueError, match="another weights"):
         open_run("ruler", other, {"seed": 0}, path=path)
@@ -190,6 +206,45 @@ def test_runs_are_shared_by_processes(
 
 
 @pytest.mark.usefixtures("short_answers")
+def test_ruler_goes_on_with_further_tasks_and_lengths(
+    checkpoint: str,
+    text_file: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither passages that come later nor a longer haystack for longer documents change the samples there are."""
+    asked: list[int] = []
+    text = cli_benchmarks._Session.text
+
+    def shortened(self: Any, tokens: int) -> str:
+        asked.append(tokens)
+        return text(self, tokens)[: 5 * tokens]
+
+    monkeypatch.setattr(cli_benchmarks._Session, "text", shortened)
+    monkeypatch.setattr(cli_benchmarks, "_SHORT_HAYSTACK", 2048)
+    squad = {"context": english(8), "qas": [{"question": "Who?", "answers": [{"text": "Ann"}]}]}
+    for name in ("mine", "yours"):
+        (tmp_path / name).mkdir()
+        squad["context"] += name
+        (tmp_path / name / "squad.json").write_text(json.dumps({"data": [{"paragraphs": [squad]}]}))
+    out = tmp_path / "out"
+    command = ["eval", "ruler", checkpoint, *MACHINE, "--text", text_file, "--limit", "1", "--out", str(out)]
+    assert cli.main([*command, "--lengths", "2k", "--tasks", "niah_single_2"]) == 0
+    first = load(out, "ruler-full.json")["samples"]
+    more = [*command, "--tasks", "niah_single_2,qa_1", "--lengths", "2k,3k", "--data-dir"]
+    assert cli.main([*more, str(tmp_path / "mine")]) == 0
+    samples = load(out, "ruler-full.json")["samples"]
+    assert list(samples) == [*first, "niah_single_2/3072/0", "qa_1/2048/0", "qa_1/3072/0"]
+    assert samples["niah_single_2/2048/0"] == first["niah_single_2/2048/0"] and asked == [2048, 2048, 3072]
+    assert len({sample["data"] for sample in samples.values()}) == 3  # two haystacks, one set of passages
+    capsys.readouterr()
+    assert cli.main([*more, str(tmp_path / "yours")]) == 2
+    assert "ruler-full.json holds results of other data (qa_1/2048/0 and 1 more)" in capsys.readouterr().err
+    assert cli.main([*more, str(tmp_path / "yours"), "--restart"]) == 0
+
+
+@pytest.mark.usefixtures("short_answers")
 def test_longbench_and_scbench(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_jsonl(tmp_path / "data" / "hotpotqa.jsonl", *({**ROW, "context": english(20, seed=n)} for n in range(3)))
     write_jsonl(tmp_path / "data" / "trec.jsonl", {**ROW, "all_classes": ["Ann"], "context": english(900)})
@@ -201,6 +256,13 @@ def test_longbench_and_scbench(checkpoint: str, tmp_path: Path, capsys: pytest.C
     assert list(data["samples"]) == ["hotpotqa/0", "hotpotqa/1", "trec/0"]
     assert data["samples"]["trec/0"]["context_tokens"] < 4096 < len(english(900))  # its middle was cut out
     assert data["settings"]["max_tokens"] == 4096
+    again = ["eval", "longbench", *common, "--out", str(tmp_path / "long")]
+    write_jsonl(tmp_path / "data" / "hotpotqa.jsonl", *({**ROW, "context": english(20, seed=n)} for n in (0, 5)))
+    assert cli.main(again) == 2
+    message = capsys.readouterr().err
+    assert f"{tmp_path / 'long' / 'longbench-full.json'} holds results of other data (hotpotqa/1)" in message
+    assert "(--out)" in message and "(--restart)" in message
+    assert cli.main([*again, "--restart"]) == 0
 
     assert cli.main(["eval", "scbench", *common, "--out", str(tmp_path / "sc"), "--question-seen"]) == 0
     data = load(tmp_path / "sc", "scbench-full.json")

@@ -1,5 +1,6 @@
 """Any cache by name, filled and asked: against the model without one, and rows of a batch against themselves alone."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from dar_models import tiny_dar
 from proxyformer_models import tiny_proxyformer
 from tiny_models import random_ids, tiny_model
 from tiny_prototypes import fit_tiny
-from tiny_texts import english, tiny_llama, tiny_tokenizer
+from tiny_texts import english, save_tiny_checkpoint, save_tiny_proxy, tiny_llama, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
 from nearfar.evaluation.context_reading import CacheChoice, ContextReader, cache_label, known_caches
 
@@ -165,3 +167,20 @@ def test_one_token_is_read_by_every_cache(model: Any) -> None:
         assert reader(model, name).read([70]).logits is not None
     with pytest.raises(ValueError, match="the context is empty"):
         reader(model, "full").read([])
+
+
+@pytest.mark.parametrize("name", ["proxykv", "iam"])
+def test_a_proxy_with_another_tokenizer_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy, mapper = save_tiny_proxy(tmp_path, save_tiny_checkpoint(tmp_path / "target"))
+    options = {"proxy": str(proxy), **({"mapper": str(mapper)} if name == "proxykv" else {})}
+    choice = CacheChoice(name, budget=8, options=options)
+    assert ContextReader(tiny_llama(torch.float32), tiny_tokenizer(), choice).prunes
+    other = tiny_tokenizer()
+    other.add_tokens(["<extra>"])
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # told before the proxy is loaded
+    with pytest.raises(ValueError, match=r"different tokenizers: 1 of \d+ tokens .*<extra>"):
+        ContextReader(tiny_llama(torch.float32), other, choice)
+    for file in proxy.glob("token*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="has no tokenizer to compare with the target's"):
+        ContextReader(tiny_llama(torch.float32), tiny_tokenizer(), choice)

@@ -200,6 +200,70 @@ def test_resume_gives_the_same_curve(
     assert "a run with seed = 0, and now it is 1" in capsys.readouterr().err
 
 
+def test_nothing_is_trained_after_the_last_step(
+    finished: dict[str, Path], script: ModuleType, files: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A run that was interrupted between its last step and its end is only brought to that end."""
+    steps: list[int] = []
+    train_step = transformers.Trainer.training_step
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.append(self.state.global_step)
+        return train_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.Trainer, "training_step", counted)
+
+    def interrupted(arguments: list[str], attribute: str) -> None:
+        def interrupt(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(script, attribute, interrupt)
+            script.main(arguments)
+        assert steps
+        steps.clear()
+        script.main([*arguments, "--resume"])
+
+    interrupted([*command(files, "llama"), "--output", str(tmp_path / "all")], "save")
+    assert steps == [] and curve(tmp_path / "all") == curve(finished["llama"])
+    weights = [load_file(folder / "model.safetensors") for folder in (tmp_path / "all", finished["llama"])]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+    early = ("--learning-rate", 1.0, "--warmup", 3, "--eval-every", 1, "--steps", 30, "--patience", 2)
+    whole, resumed = (
+        [*command(files, "llama", *early), "--output", str(tmp_path / name)] for name in ("early", "resumed")
+    )
+    script.main(whole)
+    interrupted(resumed, "save")
+    assert steps == []
+    results = [json.loads((tmp_path / name / "run.json").read_text())["result"] for name in ("early", "resumed")]
+    for name in ("step", "kept_step", "perplexity", "perplexity_before"):
+        assert results[0][name] == results[1][name]
+
+
+def test_patience_counts_over_an_interruption(
+    script: ModuleType, files: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    early = ("--learning-rate", 1.0, "--warmup", 3, "--eval-every", 1, "--steps", 30, "--patience", 2)
+    whole, resumed = ([*command(files, "llama", *early), "--output", str(tmp_path / name)] for name in "ab")
+    script.main(whole)
+    result = json.loads((tmp_path / "a" / "run.json").read_text())["result"]
+    begin = PerplexityLog.on_step_begin
+
+    def interrupt(self: PerplexityLog, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        begin(self, args, state, control, **kwargs)
+        if state.global_step == result["kept_step"] + 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PerplexityLog, "on_step_begin", interrupt)
+        script.main(resumed)
+    script.main([*resumed, "--resume"])
+    again = json.loads((tmp_path / "b" / "run.json").read_text())["result"]
+    assert (again["step"], again["kept_step"]) == (result["step"], result["kept_step"])
+
+
 def test_early_stopping_keeps_the_best(script: ModuleType, files: Path, tmp_path: Path) -> None:
     arguments = ("--learning-rate", 1.0, "--warmup", 3, "--eval-every", 1, "--steps", 30, "--patience", 2)
     script.main([*command(files, "llama", *arguments), "--output", str(tmp_path)])

@@ -118,6 +118,7 @@ def test_fsdp2_ddp_and_tensor_parallelism(files: Path, alone: dict[str, Path]) -
     copied = check_runs(files, alone, "ddp", "MULTI_CPU")
     for report in (sharded, copied):
         assert report["uneven"] == pytest.approx(by_hand, rel=1e-4)
+    assert sharded["generated"]
     assert "FSDP2 has spread over the devices" in sharded["refused"]["share_proxy_generation_weights"]
     assert "models that are sharded" in sharded["refused"]["reversible_history"]
     split = json.loads((files / "tensors.json").read_text(encoding="utf-8"))

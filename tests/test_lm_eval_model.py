@@ -333,6 +333,12 @@ def test_dar_tasks_leave_short_prompts_out_and_go_on(
     # A run that was interrupted before a task was judged has its answers beside it.
     path.write_text(json.dumps({**json.loads(path.read_text()), "samples": {}}))
     assert answer_dar_tasks(replicas, path, model).samples == first.samples
+    # Other documents, or another accepted answer to the same prompt, are told from those.
+    (tmp_path / "others").mkdir()
+    write_task(tmp_path / "others", "hellaswag", choices(8), **CHOICES)
+    write_task(tmp_path / "others", "gsm8k", [{**row, "gold": 7} for row in choices(8)], **GENERATE)
+    with pytest.raises(ValueError, match=r"run.json holds results of other data \(gsm8k/gsm8k/"):
+        answer_dar_tasks(tmp_path / "others", path, model)
     with pytest.raises(ValueError, match="another window"):
         answer_dar_tasks(replicas, path, model, 651)
 
@@ -369,6 +375,10 @@ def test_multi_news_is_among_them(replicas: Path, tmp_path: Path, monkeypatch: p
     run_dar_tasks(run, mine, ["multi_news"], window=220, data_dir=replicas, progress=False)
     assert list(run.samples) == ["multi_news/1", "multi_news/2"]
     assert all(sample["context_tokens"] > 150 for sample in run.samples.values())
+    rows = (replicas / "multi_news.jsonl").read_text().splitlines()
+    (tmp_path / "multi_news.jsonl").write_text("\n".join([rows[0], rows[2], rows[1], ""]))
+    with pytest.raises(ValueError, match=r"the run holds results of other data \(multi_news/1 and 1 more\)"):
+        run_dar_tasks(run, mine, ["multi_news"], window=220, data_dir=tmp_path, progress=False)
     with pytest.raises(ValueError, match="unknown task 'x'"):
         run_dar_tasks(run, mine, ["x"], window=0)
     with pytest.raises(ValueError, match="runs the programs"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import lzma
 import re
@@ -263,6 +264,22 @@ def test_split_is_by_content(
         pairs.split(0.5)
 
 
+def test_held_out_contexts_share_no_text(
+    tmp_path: Path, models: tuple[PreTrainedModel, PreTrainedModel], contexts: list[PairContext]
+) -> None:
+    """a-b, b-c and d: with any of the first three goes the whole chain; what has no sources stands alone."""
+    sources = [("a", "b"), ("b", "c"), ("c",), ("d",)]
+    contexts = [PairContext(c.name, c.ids, s) for c, s in zip(contexts, sources, strict=True)]
+    compute_pairs(tmp_path, *models, TOKENIZER, contexts, EXACT, features=column_sums)
+    pairs = MapperPairs(tmp_path)
+    assert [entry.sources for entry in pairs.contexts] == sources  # names are in this order
+    assert {tuple(pairs.split(0.25, seed)[1]) for seed in range(20)} == {(3,)}
+    assert {tuple(pairs.split(0.75, seed)[1]) for seed in range(20)} == {(3,), (0, 1, 2)}
+    pairs.contexts = pairs.contexts[:3]
+    with pytest.raises(ValueError, match="all made of the same text"):
+        pairs.split(0.5)
+
+
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +321,25 @@ def test_needles_are_hidden() -> None:
         needle_contexts(TOKENIZER, ["  "], 3)
     with pytest.raises(ValueError, match="more than 48 tokens"):
         needle_contexts(TOKENIZER, [text], 3, context_tokens=48)
+
+
+def test_sources_tell_which_contexts_share_text(tmp_path: Path) -> None:
+    """Of needles too: two contexts without a common source have no 60 characters in common."""
+    for name in range(3):
+        (tmp_path / f"{name}.txt").write_text(english(250, seed=name), encoding="utf-8")
+    for name in range(3, 8):
+        (tmp_path / f"{name}.txt").write_text(english(10, seed=name), encoding="utf-8")  # joined with others
+    found = mixture_contexts(TOKENIZER, [tmp_path, "needles"], 12, context_tokens=400, join_tokens=200)
+    assert sum(context.name.startswith("needles") for context in found) == 12
+    texts = [TOKENIZER.decode(context.ids) for context in found]
+    together = 0
+    for one, other in itertools.combinations(range(len(found)), 2):
+        shared = any(texts[one][at : at + 60] in texts[other] for at in range(len(texts[one]) - 59))
+        if set(found[one].sources) & set(found[other].sources):
+            together += 1
+        else:
+            assert not shared, (found[one].name, found[other].name)
+    assert 0 < together < 50
 
 
 def test_what_is_measured_is_not_trained_for() -> None:

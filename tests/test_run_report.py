@@ -71,6 +71,14 @@ def test_runs_are_compared_where_only_the_cache_differs() -> None:
         assert [run.label for run in comparison.runs] == labels
 
 
+def test_runs_of_other_data_are_not_compared() -> None:
+    runs = [made_up("full", None), made_up("snapkv", 0.3), made_up("full", None), made_up("snapkv", 0.1, tasks=1)]
+    for number, run in enumerate(runs):
+        for sample in run.samples.values():
+            sample["data"] = str(number % 2)
+    assert [comparison.runs for comparison in compare(runs)] == [[runs[0], runs[2]], [runs[3], runs[1]]]
+
+
 def test_averages_are_over_what_all_have() -> None:
     (comparison,) = compare([made_up("full", None), made_up("snapkv", 0.5, tasks=2)])
     assert comparison.cells == [("task_0", 1024), ("task_1", 1024)]

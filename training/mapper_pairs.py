@@ -80,10 +80,16 @@ Features = Callable[["PreTrainedModel", torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class PairContext:
-    """Token ids of one context, without what stands before it (chat header or beginning-of-sequence token)."""
+    """Token ids of one context, without what stands before it (chat header or beginning-of-sequence token).
+
+    Attributes:
+        sources: digests of the passages that it was made from. Contexts that share one are either all trained on or
+            all held out.
+    """
 
     name: str
     ids: tuple[int, ...]
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,6 +210,17 @@ def cut_documents(
     Raises:
         ValueError: sizes out of range, or no context of at least 32 tokens.
     """
+    return _pieces(tokenizer, documents, count, context_tokens, join_tokens)[:count]
+
+
+def _pieces(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[tuple[str, str]],
+    count: int,
+    context_tokens: int,
+    join_tokens: int,
+) -> list[PairContext]:
+    """Passages without a common token, of which `cut_documents` takes the first ones."""
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
     if context_tokens < LEAST_TOKENS:
@@ -213,26 +230,32 @@ def cut_documents(
     rounds: dict[int, list[PairContext]] = {}
     held: list[int] = []
     held_name = ""
+    joined: dict[str, None] = {}
     for name, text in documents:
         ids = _encode(tokenizer, text.strip()[: count * context_tokens * _CHARACTERS_A_TOKEN])
         if len(ids) < join_tokens:
             held_name = held_name or name
             held += [*(blank if held else ()), *ids]
+            joined[_source(ids)] = None
             if len(held) >= join_tokens:
-                rounds.setdefault(0, []).append(PairContext(held_name, tuple(held[:context_tokens])))
-                held, held_name = [], ""
+                rounds.setdefault(0, []).append(PairContext(held_name, tuple(held[:context_tokens]), tuple(joined)))
+                held, held_name, joined = [], "", {}
             continue
         for number, start in enumerate(range(0, len(ids), context_tokens)[:count]):
             piece = ids[start : start + context_tokens]
             if number == 0 or len(piece) >= join_tokens:
                 label = name if number == 0 else f"{name}#{number}"
-                rounds.setdefault(number, []).append(PairContext(label, tuple(piece)))
+                rounds.setdefault(number, []).append(PairContext(label, tuple(piece), (_source(piece),)))
     if len(held) >= LEAST_TOKENS:
-        rounds.setdefault(0, []).append(PairContext(held_name, tuple(held[:context_tokens])))
+        rounds.setdefault(0, []).append(PairContext(held_name, tuple(held[:context_tokens]), tuple(joined)))
     contexts = [context for number in sorted(rounds) for context in rounds[number]]
     if not contexts:
         raise ValueError(f"the texts give no context of at least {LEAST_TOKENS} tokens; give longer ones")
-    return contexts[:count]
+    return contexts
+
+
+def _source(ids: Sequence[int]) -> str:
+    return _digest((), ids)[:16]
 
 
 def needle_contexts(
@@ -241,28 +264,58 @@ def needle_contexts(
     count: int,
     *,
     context_tokens: int = 8192,
+    join_tokens: int = 2048,
     seed: int = 0,
 ) -> list[PairContext]:
-    """`count` pieces of a text with one to four facts of `TRAINING_FACTS` hidden in each, at random depths.
+    """`count` passages with one to four facts of `TRAINING_FACTS` hidden in each, at random depths.
+
+    A passage is a piece that `cut_documents` would make of the texts, or several short ones, so that contexts of
+    different passages share no text, and those of the same one are known to (`PairContext.sources`).
+
+    Args:
+        haystack: texts to hide them in.
+        context_tokens, join_tokens: see `cut_documents`.
 
     Raises:
         ValueError: no text to hide them in, or sizes out of range.
     """
-    joined = "\n\n".join(text.strip() for text in haystack if text.strip())
-    if not joined:
+    texts = [("haystack", text) for text in haystack if text.strip()]
+    if not texts:
         raise ValueError("needles need a text to be hidden in")
-    ids = _encode(tokenizer, joined[: count * context_tokens * _CHARACTERS_A_TOKEN])
-    size = min(context_tokens, len(ids)) - _NEEDLE_TOKENS
-    if size < 1:
-        raise ValueError(
-            f"needles need contexts of more than {_NEEDLE_TOKENS} tokens and a text as long; got "
-            f"context_tokens={context_tokens}"
-        )
+    if context_tokens <= _NEEDLE_TOKENS:
+        raise _too_short(context_tokens)
+    pieces = _pieces(tokenizer, texts, count, context_tokens, join_tokens)
+    return _hide(tokenizer, pieces, count, context_tokens, seed)
+
+
+def _too_short(context_tokens: int) -> ValueError:
+    return ValueError(
+        f"needles need contexts of more than {_NEEDLE_TOKENS} tokens and a text as long; got "
+        f"context_tokens={context_tokens}"
+    )
+
+
+def _hide(
+    tokenizer: PreTrainedTokenizerBase, pieces: Sequence[PairContext], count: int, context_tokens: int, seed: int
+) -> list[PairContext]:
+    blank = _encode(tokenizer, "\n\n")
+    passages: list[tuple[list[int], list[str]]] = []
+    for piece in pieces:
+        if passages and len(passages[-1][0]) + len(blank) + len(piece.ids) <= context_tokens:
+            ids, sources = passages[-1]
+            ids += [*blank, *piece.ids]
+            sources += piece.sources
+        else:
+            passages.append(([*piece.ids], [*piece.sources]))
+    passages = [passage for passage in passages if len(passage[0]) > _NEEDLE_TOKENS]
+    if not passages:
+        raise _too_short(context_tokens)
     contexts = []
     for number in range(count):
         rng = random.Random(f"training needles/{seed}/{number}")
         needles = max(1, min(rng.randint(1, _MOST_NEEDLES), (context_tokens - LEAST_TOKENS) // (2 * _NEEDLE_TOKENS)))
-        length = min(size, context_tokens - needles * _NEEDLE_TOKENS)
+        (ids, sources), *_ = rng.choices(passages, [len(ids) for ids, _ in passages])
+        length = min(len(ids) - _NEEDLE_TOKENS, context_tokens - needles * _NEEDLE_TOKENS)
         start = rng.randint(0, len(ids) - length)
         facts = rng.sample(TRAINING_FACTS, needles)
         hidden = hide_needles(
@@ -274,7 +327,9 @@ def needle_contexts(
             subjects=[(fact, rng.choice(fact.keys)) for fact in facts],
             rng=rng,
         )
-        contexts.append(PairContext(f"{NEEDLES}:{seed}:{number}", hidden.body_ids[:context_tokens]))
+        contexts.append(
+            PairContext(f"{NEEDLES}:{seed}:{number}", hidden.body_ids[:context_tokens], tuple(dict.fromkeys(sources)))
+        )
     return contexts
 
 
@@ -313,7 +368,7 @@ def mixture_contexts(
         if name in _NAMED:
             _need_datasets(name)
     found: dict[str, list[PairContext]] = {name: [] for name in names}
-    largest: list[str] = []
+    most, largest = 0, list[PairContext]()
     sizes = {"context_tokens": context_tokens, "join_tokens": join_tokens}
     for name in names:
         if name in SYNTHETIC:
@@ -323,13 +378,17 @@ def mixture_contexts(
         elif name != NEEDLES:
             # Short documents are joined, so more of them than contexts are read.
             documents = read_documents(name, 16 * count, split=split, column=column)
-            largest = max(largest, [text for _, text in documents], key=lambda texts: sum(map(len, texts)))
-            found[name] = cut_documents(tokenizer, documents, count, **sizes)
+            pieces = _pieces(tokenizer, documents, count, **sizes)
+            if (characters := sum(len(text) for _, text in documents)) > most:
+                most, largest = characters, pieces
+            found[name] = pieces[:count]
     if NEEDLES in names:
-        haystack = haystack or largest
-        if not haystack:
+        if haystack:
+            found[NEEDLES] = needle_contexts(tokenizer, haystack, count, **sizes, seed=seed)
+        elif largest:
+            found[NEEDLES] = _hide(tokenizer, largest, count, context_tokens, seed)
+        else:
             raise ValueError("needles need a text to be hidden in: name another source too, or give a haystack")
-        found[NEEDLES] = needle_contexts(tokenizer, haystack, count, context_tokens=context_tokens, seed=seed)
     return [context for turn in itertools.zip_longest(*found.values()) for context in turn if context is not None]
 
 
@@ -440,6 +499,7 @@ def compute_pairs(
                 "digest": digest,
                 "tokens": len(ids),
                 "prefix_tokens": len(prompt.prefix),
+                "sources": list(context.sources),
             }
             writer.add(record, x.cpu(), y)
             computed += 1
@@ -605,7 +665,7 @@ def _listed(index: dict[str, Any]) -> Iterator[dict[str, Any]]:
 @dataclass(frozen=True)
 class StoredContext:
     """Where one context lies: its tokens are `start … start + tokens` of a shard; the first `prefix_tokens` of them
-    are no text and have no scores of their own."""
+    are no text and have no scores of their own. `sources`: see `PairContext`."""
 
     name: str
     digest: str
@@ -613,6 +673,7 @@ class StoredContext:
     prefix_tokens: int
     shard: str
     start: int
+    sources: tuple[str, ...] = ()
 
 
 class MapperPairs:
@@ -636,7 +697,11 @@ class MapperPairs:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         indexes = _indexes(self.folder)
-        unique = {context["digest"]: StoredContext(**context) for index in indexes for context in _listed(index)}
+        unique = {
+            context["digest"]: StoredContext(**{**context, "sources": tuple(context.get("sources", ()))})
+            for index in indexes
+            for context in _listed(index)
+        }
         if not unique:
             raise FileNotFoundError(f"{self.folder} holds no mapper pairs: compute them first (compute_pairs)")
         self.contexts = sorted(unique.values(), key=lambda context: (context.name, context.digest))
@@ -707,8 +772,11 @@ class MapperPairs:
     def split(self, share: float, seed: int = 0) -> tuple[list[int], list[int]]:
         """Contexts to train on and to validate on; which are which depends on their content and the seed.
 
+        Contexts that share text, such as needles hidden in a passage that is also a context of its own, are on the
+        same side.
+
         Raises:
-            ValueError: a share out of (0, 1), or a single context.
+            ValueError: a share out of (0, 1), a single context, or contexts that all share text.
         """
         if not 0 < share < 1:
             raise ValueError(f"the validation share must be between 0 and 1, got {share}")
@@ -719,5 +787,34 @@ class MapperPairs:
         def place(index: int) -> str:
             return hashlib.sha256(f"{seed}/{self.contexts[index].digest}".encode()).hexdigest()
 
-        held_out = set(sorted(range(len(self)), key=place)[:count])
+        held_out: set[int] = set()
+        groups = self._groups(sorted(range(len(self)), key=place))
+        for group in groups:
+            if len(held_out) + len(group) <= count:
+                held_out.update(group)
+        smallest = min(groups, key=len)
+        held_out.update([] if held_out else smallest)
+        if len(held_out) == len(self):
+            raise ValueError(
+                f"the {len(self)} contexts of {self.folder} are all made of the same text, which leaves none to "
+                "validate on: compute more of other texts"
+            )
         return [i for i in range(len(self)) if i not in held_out], sorted(held_out)
+
+    def _groups(self, order: Sequence[int]) -> list[list[int]]:
+        """The contexts in this order, those together that share text, directly or through others."""
+        parent = {index: index for index in order}
+        first: dict[str, int] = {}
+
+        def root(index: int) -> int:
+            while parent[index] != index:
+                parent[index] = index = parent[parent[index]]
+            return index
+
+        for index in order:
+            for source in self.contexts[index].sources:
+                parent[root(index)] = root(first.setdefault(source, index))
+        groups: dict[int, list[int]] = {}
+        for index in order:
+            groups.setdefault(root(index), []).append(index)
+        return list(groups.values())

@@ -5,7 +5,7 @@ proxies `(batch, patches, d)`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from .proxy_interaction import make_interaction
 from .proxy_update import ProxyUpdate
 from .rms_norm import RMSNorm
 
+# `(…, features)` to `(…, other features)`.
+ElementwiseMap = Callable[[torch.Tensor], torch.Tensor]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -242,8 +244,8 @@ class ImageStack(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        embed: nn.Module,
-        heads: Sequence[tuple[int, nn.Module]],
+        embed: ElementwiseMap,
+        heads: Sequence[tuple[int, ElementwiseMap]],
         time: torch.Tensor | None = None,
         condition: torch.Tensor | None = None,
         condition_valid: torch.Tensor | None = None,
@@ -252,8 +254,10 @@ class ImageStack(nn.Module):
 
         Args:
             x: `(batch, N_1, …, N_D, channels)`.
-            embed: channels to d_fine, element by element.
-            heads: pairs of a layer's index and what reads the local stream behind it, element by element.
+            embed: channels to d_fine, element by element; not a module itself, which accelerate would move to the
+                device of this one, away from its own inputs.
+            heads: pairs of a layer's index and what reads the local stream behind it, element by element; no module
+                either.
             time, condition, condition_valid: see `ImageLayer`.
 
         Returns:

@@ -1,6 +1,7 @@
 """The ProxyFormer autoencoder, whose latents a `ProxyFormerImageModel` can generate (JLT, Section 5.1)."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -100,7 +101,7 @@ class ProxyFormerAutoencoder(PreTrainedModel):
         dims = len(self.stride)
         blocks = split_blocks(pixel_values.movedim(1, -1), self.stride).flatten(1 + dims)
         last = len(self.encoder.layers) - 1
-        (found,) = self.encoder(blocks, self.encoder_embedding, [(last, self.latent_head)])
+        (found,) = self.encoder(blocks, partial(self.encoder_embedding), [(last, partial(self.latent_head))])
         found = found.movedim(-1, 1)
         return self.latent_norm(found.flatten(2)).view_as(found)
 
@@ -125,7 +126,8 @@ class ProxyFormerAutoencoder(PreTrainedModel):
             fits = places == self.config.latent_sizes
             sizes = self.config.sizes if fits else tuple(size * self.config.downsampling for size in places)
         last = len(self.decoder.layers) - 1
-        (found,) = self.decoder(latents.movedim(1, -1), self.decoder_embedding, [(last, self.pixel_head)])
+        heads = [(last, partial(self.pixel_head))]
+        (found,) = self.decoder(latents.movedim(1, -1), partial(self.decoder_embedding), heads)
         blocks = found.unflatten(-1, (*self.stride, self.config.in_channels))
         return join_blocks(blocks, sizes).movedim(-1, 1)
 
@@ -156,7 +158,7 @@ class ProxyFormerAutoencoder(PreTrainedModel):
             given = latents + noise.to(latents.dtype)
         sample = self.decode(given, tuple(pixel_values.shape[2:]))
         exact = torch.promote_types(sample.dtype, torch.float32)
-        loss = (sample.to(exact) - pixel_values.to(exact)).abs().mean()
+        loss = (sample.to(exact) - pixel_values.to(sample.device, exact)).abs().mean()
         output = ProxyFormerAutoencoderOutput(loss=loss, sample=sample, latents=latents)
         return output.to_tuple() if return_dict is False else output
 

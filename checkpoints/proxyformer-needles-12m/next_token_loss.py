@@ -32,7 +32,10 @@ class NextTokenLoss:
             hidden, targets = hidden.flatten(0, 1), targets.flatten()
             middle = None if middle is None else middle.flatten(0, 1)
         divisor = self._divisor(targets, num_items)
-        loss = self._sum_of_losses(hidden, targets) / divisor
+        # FSDP2's hooks count the calls of a group's modules, and torch < 2.13 takes a second call of one in a pass for
+        # another pass: the head is called once, for nothing, and its weight, which is gathered by now, used directly.
+        seen = self.lm_head(hidden[:1] * 0.0).sum() if _is_sharded(self.lm_head) else 0.0
+        loss = self._sum_of_losses(hidden, targets) / divisor + seen
         weight = self._auxiliary_weight()
         if middle is not None and weight:
             loss = loss + weight * self._sum_of_losses(middle, targets) / divisor
@@ -78,8 +81,8 @@ class NextTokenLoss:
         labelled = targets != IGNORED
         hidden, targets = hidden[labelled], targets[labelled]
         total = hidden.sum() * 0.0
-        for start in range(0, hidden.shape[0], chunk):
-            part = slice(start, start + chunk)
+        for call in range(_head_calls(hidden, self.lm_head, chunk)):
+            part = slice(call * chunk, (call + 1) * chunk)
             found = checkpoint(self._chunk_loss, hidden[part], targets[part], use_reentrant=False)
             assert isinstance(found, torch.Tensor)
             total = total + found
@@ -91,14 +94,35 @@ class NextTokenLoss:
         return F.cross_entropy(logits, targets, reduction="sum")
 
 
+def _head_calls(hidden: torch.Tensor, head: Any, chunk: int) -> int:
+    """How often a head is called on a chunk of `(n, hidden size)` states, the last times maybe on none.
+
+    At least once, for its weights' gradients. Where each call gathers weights from other processes, as often as on the
+    process with the most labels: the others would wait for it forever.
+    """
+    calls = max(1, -(-hidden.shape[0] // chunk))
+    weight = getattr(head, "weight", None)
+    sharded = hasattr(weight, "ds_id") or hasattr(weight, "full_tensor")  # by ZeRO-3, or a DTensor
+    if sharded and torch.distributed.is_available() and torch.distributed.is_initialized():
+        most = torch.tensor(calls, device=hidden.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        calls = int(most)
+    return calls
+
+
 def _is_plain(head: Any) -> bool:
-    """Whether a head is a matrix on this device that nothing is hooked to."""
+    """Whether a head is a matrix on this device that nothing but FSDP2, which has gathered it, is hooked to."""
     bias = getattr(head, "bias", None)
+    hooked = head._forward_pre_hooks or head._forward_hooks or hasattr(head, "_hf_hook")
     return (
-        type(head) is nn.Linear
+        (_is_sharded(head) if hooked else type(head) is nn.Linear)
         and bias is None
         and type(head.weight) is nn.Parameter
         and head.weight.is_floating_point()
         and not head.weight.is_meta
-        and not (head._forward_pre_hooks or head._forward_hooks or hasattr(head, "_hf_hook"))
     )
+
+
+def _is_sharded(head: Any) -> bool:
+    """Whether it is a matrix that FSDP2's `fully_shard` has been applied to, which changes the class."""
+    return isinstance(head, nn.Linear) and any(kind.__name__ == "FSDPModule" for kind in type(head).__mro__)

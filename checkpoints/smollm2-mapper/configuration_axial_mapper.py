@@ -36,6 +36,9 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
             a token by, and one pass of the encoder instead of one for each proxy layer. It needs `layer_queries`.
         layer_queries: a bank of target queries for each target layer. Without it (the paper) target layers that share
             a proxy layer get the same scores. The encoder runs as often either way.
+        disabled_stage: for ablations, one of the three stages in the simplest form that keeps the shapes (the paper's
+            Appendix C: an identity or a mean): `"convolutions"`, a projection of each token by itself; `"encoder"`,
+            the mean over all tokens added to each; `"heads"`, a projection to one logit for each target head.
         window_tokens, window_stride: tokens read at once, and between the starts of two windows; scores are averaged
             where windows overlap.
         proxy_model_type, target_model_type: families, for `check_compatible`; `None` accepts any.
@@ -67,6 +70,7 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
     feature_transform: Literal["none", "log"] = "none"
     proxy_layers: Literal["paired", "all"] = "paired"
     layer_queries: bool = False
+    disabled_stage: Literal["convolutions", "encoder", "heads"] | None = None
     window_tokens: int = 2048
     window_stride: int = 1024
     layer_norm_eps: float = 1e-5

@@ -50,10 +50,14 @@ class HybridAxialMapper(PreTrainedModel):
         super().__init__(config)
         self.model_tags = ["nearfar", "proxykv"]  # of the card that an upload gets
         config.check()
-        self.stem = ConvolutionStem(config)
-        self.layers = nn.ModuleList(MapperEncoderLayer(config) for _ in range(config.num_hidden_layers))
+        disabled = config.disabled_stage
+        self.stem = TokenProjection(config) if disabled == "convolutions" else ConvolutionStem(config)
+        if disabled == "encoder":
+            self.layers = nn.ModuleList([MeanOfTokens()])
+        else:
+            self.layers = nn.ModuleList(MapperEncoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.heads = HeadAttention(config)
+        self.heads = HeadProjection(config) if disabled == "heads" else HeadAttention(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -127,14 +131,15 @@ class HybridAxialMapper(PreTrainedModel):
 
     def _encode(self, features: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Both stages along the tokens: `(rows, tokens, D_time)`."""
-        dtype = self.heads.queries.dtype
+        dtype = self.norm.weight.dtype
         if self.config.feature_transform == "log":
             # In float32 at least: half precision neither holds a sink's sum nor tells small sums apart.
             wide = features if features.dtype == torch.float64 else features.float()
             features = (wide + LOG_FLOOR).log()
         elif dtype == torch.float16:
             features = features.clamp(max=torch.finfo(dtype).max)
-        hidden = self.stem(features.to(dtype), mask).mT
+        # Token by token in memory from here on: sums and norms of all layers would take over the convolutions' order.
+        hidden = self.stem(features.to(dtype), mask).mT.contiguous()
         hidden = hidden + sinusoidal_positions(hidden.shape[1], hidden.shape[2], hidden)
         attended = None if mask is None else mask.bool()[:, None, None, :]
         for layer in self.layers:
@@ -191,7 +196,7 @@ class HybridAxialMapper(PreTrainedModel):
             batch_windows = max(1, most // length)
 
         pairs = config.layer_pairs
-        dtype = torch.float64 if self.heads.queries.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if self.norm.weight.dtype == torch.float64 else torch.float32
         served: dict[int, list[int]] = {}  # proxy layer -> places of its target layers
         for place, layer in enumerate(pairs):
             served.setdefault(layer, []).append(place)
@@ -316,6 +321,19 @@ class ConvolutionStem(nn.Module):
         return torch.zeros_like(tokens, dtype=normed.dtype).masked_scatter(kept[..., None], normed).mT
 
 
+class TokenProjection(nn.Module):
+    """In place of the stem where it is disabled: a linear map of each token's channels."""
+
+    def __init__(self, config: HybridAxialMapperConfig) -> None:
+        super().__init__()
+        self.projection = nn.Linear(config.input_channels, config.hidden_size)
+
+    def forward(self, features: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """See `ConvolutionStem.forward`."""
+        hidden: torch.Tensor = self.projection(features.mT).mT
+        return hidden
+
+
 # --- stage 2 ---------------------------------------------------------------------------------------------------------
 
 
@@ -353,6 +371,17 @@ class MapperEncoderLayer(GradientCheckpointingLayer):
         hidden = hidden + F.dropout(attended, dropout)
         inner = F.dropout(F.gelu(self.mlp_up(self.mlp_norm(hidden))), dropout)
         return hidden + F.dropout(self.mlp_down(inner), dropout)
+
+
+class MeanOfTokens(nn.Module):
+    """In place of the encoder where it is disabled: a token reads the others as their mean."""
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """See `MapperEncoderLayer.forward`."""
+        if mask is None:
+            return hidden + hidden.mean(1, keepdim=True)
+        kept = mask[:, 0, 0, :, None].to(hidden.dtype)
+        return hidden + (hidden * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True)
 
 
 # --- stage 3 ---------------------------------------------------------------------------------------------------------
@@ -419,3 +448,24 @@ class HeadAttention(nn.Module):
         weights = torch.einsum("hd,sdw->hsw", flat, key_weight).view(banks, heads * self.slots, -1)
         biases = (flat @ self.key.bias.view(self.slots, self.head_dim).mT).view(banks, 1, heads * self.slots)
         return values, weights, biases
+
+
+class HeadProjection(nn.Module):
+    """In place of the head attention where it is disabled: a linear map to one logit for each head of each bank."""
+
+    def __init__(self, config: HybridAxialMapperConfig) -> None:
+        super().__init__()
+        self.banks, self.num_heads = len(config.scored_layers) if config.layer_queries else 1, config.target_num_heads
+        self.projection = nn.Linear(config.hidden_size, self.banks * self.num_heads)
+
+    def forward(self, hidden: torch.Tensor, layers: torch.Tensor | None) -> torch.Tensor:
+        """See `HeadAttention.forward`."""
+        logits = self.all_banks(hidden)
+        if self.banks == 1:
+            return logits[:, 0]
+        assert layers is not None
+        return logits[torch.arange(len(logits), device=logits.device), layers]
+
+    def all_banks(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `HeadAttention.all_banks`."""
+        return self.projection(hidden).mT.unflatten(1, (self.banks, self.num_heads))
