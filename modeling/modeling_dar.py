@@ -302,7 +302,8 @@ class DARModel(DARPreTrainedModel):
                 **shared,
                 **kwargs,
             )
-        hidden_states = self.final_layer_norm(hidden_states)
+        # FSDP2 of torch < 2.13 casts the inputs of a group's first module only, and this one follows tied embeddings.
+        hidden_states = self.final_layer_norm(hidden_states.to(self.final_layer_norm.weight.dtype))
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE_FIELD: cache})
 
     def _check_cache(self, cache: Any) -> None:
