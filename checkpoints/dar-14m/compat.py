@@ -1,0 +1,45 @@
+"""The few names that differ between the transformers releases nearfar supports (>= 5.17, < 6).
+
+Nothing else in the library looks at a version: what differs is asked of the object at hand, here.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Name of the keyword under which `model.forward` takes a cache.
+
+    transformers renamed it from `past_key_values` to `cache` model by model during 5.x; `generate` accepts
+    `past_key_values` throughout.
+
+    Raises:
+        TypeError: the model's forward pass takes no cache.
+    """
+    names: list[str] = []
+    for cls in type(model).__mro__:
+        forward = cls.__dict__.get("forward")
+        if forward is not None:
+            names = list(inspect.signature(forward).parameters)
+            break
+    for name in ("cache", "past_key_values"):
+        if name in names:
+            return name
+    raise TypeError(
+        f"{type(model).__name__}.forward takes neither `cache` nor `past_key_values`: it is not a decoder that "
+        "generates with a key-value cache."
+    )
+
+
+def mask_arguments(function: Callable[..., Any], cache: Any) -> dict[str, Any]:
+    """The cache under the name that a mask-making function of transformers takes it."""
+    name = "cache" if "cache" in inspect.signature(function).parameters else "past_key_values"
+    return {name: cache}
+
+
+# The field of a model's output that holds the cache.
+CACHE_FIELD = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
