@@ -563,8 +563,9 @@ def beside_kvzip(rows: Sequence[dict[str, Any]], labels: Sequence[str], sizes: S
             hits, most = (sum(row["hit"] for row in of) for of in (mine, theirs))
             found = [found[0] + hits, found[1] + most]
             cells.append(f"{100 * hits / most:.1f}" if most else "-")
-            mass = [row["kvzip_mass"] for row in mine if "kvzip_mass" in row]
-            best = [row["kvzip_mass"] for row in theirs if "kvzip_mass" in row]
+            # What was measured without KVzip beside it has no mass.
+            known = {row["trial"] for row in mine if "kvzip_mass" in row}
+            mass, best = ([row["kvzip_mass"] for row in of if row["trial"] in known] for of in (mine, theirs))
             if mass and best:
                 masses.append(statistics.fmean(mass) / statistics.fmean(best))
             cells.append(f"{100 * masses[-1]:.1f}" if mass and best else "-")

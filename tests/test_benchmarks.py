@@ -258,6 +258,15 @@ def test_records_after_a_beginning_that_was_cut_off(tmp_path: Path, capsys: pyte
         assert file.read_text().count("settings") == 1 + bool(left)
 
 
+def test_kvzip_s_mass_is_compared_on_the_same_trials() -> None:
+    """Of the two trials one was measured without KVzip beside it."""
+    kvzip, row = pruning_quality.CACHES["kvzip"].label, {"kind": "needle", "size": 0.5, "hit": True}
+    rows = [{**row, "trial": trial, "variant": kvzip, "kvzip_mass": mass} for trial, mass in enumerate((0.2, 0.8))]
+    rows += [{**row, "trial": 0, "variant": "other", "kvzip_mass": 0.1}, {**row, "trial": 1, "variant": "other"}]
+    table = pruning_quality.beside_kvzip(rows, [kvzip, "other"], [0.5])
+    assert table is not None and table.splitlines()[-1].split() == ["other", "100.0", "50.0", "100.0", "50.0"]
+
+
 def test_pruning_quality_refuses_texts_that_are_too_short(
     tiny: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
