@@ -36,7 +36,7 @@ import numpy as np
 
 from nearfar.evaluation.comparison import aligned_table
 from nearfar.modeling.atomic_file import write_beside
-from nearfar.training.perplexity_log import read_perplexity_log, relative_perplexity
+from nearfar.training.perplexity_log import read_perplexity_log
 
 BASELINES = ("vanilla", "decoder")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#222222")
@@ -351,7 +351,10 @@ def curves(runs: Sequence[Run], name: str, baseline: str) -> list[tuple[int, lis
     for run in runs:
         base = {line["step"]: line for line in run.logs[baseline] if line["step"]}
         for line in run.logs[name]:
-            if line["step"] in base and (value := relative_perplexity(line, base[line["step"]])) is not None:
+            mine, its = line["loss"], base.get(line["step"], {}).get("loss", {})
+            if its and all(mine.get(name) is not None and its[name] is not None for name in its):
+                # The sets' mean loss, as in the table.
+                value = 100 * math.exp(sum(mine[name] - its[name] for name in its) / len(its))
                 joined.setdefault(line["tokens"], []).append(value)
     return sorted((tokens, values) for tokens, values in joined.items() if len(values) == len(runs))
 

@@ -109,6 +109,21 @@ def test_evaluation_sets_count_alike_whatever_their_size(script: ModuleType) -> 
     assert low == high == pytest.approx(100 * math.exp(0.1))
 
 
+def test_curves_end_where_the_table_does(script: ModuleType) -> None:
+    """The mean over evaluation sets is that of losses in both; steps at which one is not finite are left out."""
+
+    def line(step: int, *losses: float | None) -> dict[str, Any]:
+        return {"step": step, "tokens": 10 * step, "loss": dict(zip("xy", losses, strict=True))}
+
+    logs = {"vanilla": [line(0, 9.0, 9.0), line(1, 3.0, None), line(2, 3.0, 4.0)]}
+    logs["dar"] = [line(0, 9.0, 9.0), line(1, 3.6, 4.0), line(2, 3.6, 4.0), line(3, 3.0, 3.0)]
+    results = {name: {"loss": lines[2]["loss"]} for name, lines in logs.items()}
+    runs = [script.Run(Path(), {"seed": 0}, results, logs)]
+    ((tokens, (value,)),) = script.curves(runs, "dar", "vanilla")
+    table = script.log_perplexities(runs, ["vanilla", "dar"])
+    assert tokens == 20 and value == pytest.approx(100 * math.exp(table[0, 1] - table[0, 0]))
+
+
 def test_settings_that_older_runs_do_not_name(script: ModuleType, tmp_path: Path) -> None:
     """They are None, and not whatever a newer run has."""
     write_run(tmp_path / "a", 0, ["vanilla"])
