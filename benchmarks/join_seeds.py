@@ -36,7 +36,7 @@ import numpy as np
 
 from nearfar.evaluation.comparison import aligned_table
 from nearfar.modeling.atomic_file import write_beside
-from nearfar.training.perplexity_log import read_perplexity_log, relative_perplexity
+from nearfar.training.perplexity_log import read_perplexity_log
 
 BASELINES = ("vanilla", "decoder")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#222222")
@@ -60,6 +60,11 @@ class Run:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Settings that are not the same; those that a run does not name, being older, are `None`."""
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+
+
 def read_run(folder: Path) -> Run:
     """The finished variants in a folder.
 
@@ -74,7 +79,7 @@ def read_run(folder: Path) -> Run:
         if not run.get("result"):
             continue
         name = file.parent.name
-        if settings and run["settings"] != settings:
+        if settings and differing(run["settings"], settings):
             raise ValueError(f"{folder}: {name} was trained with other settings than {next(iter(results))}")
         settings, results[name], logs[name] = run["settings"], run["result"], read_perplexity_log(file.parent)
     if not results:
@@ -92,12 +97,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     for before, after in itertools.pairwise(runs):
         if before.seed == after.seed:
             raise ValueError(f"{before.folder} and {after.folder} have the same seed, {after.seed}")
-        differing = [name for name in before.settings if before.settings[name] != after.settings.get(name)]
-        if set(differing) - {"seed"}:
-            name = next(name for name in differing if name != "seed")
+        others = [name for name in differing(before.settings, after.settings) if name != "seed"]
+        if others:
             raise ValueError(
-                f"{before.folder} and {after.folder} differ in more than their seed: {name} is "
-                f"{before.settings[name]!r} and {after.settings.get(name)!r}"
+                f"{before.folder} and {after.folder} differ in more than their seed: {others[0]} is "
+                f"{before.settings.get(others[0])!r} and {after.settings.get(others[0])!r}"
             )
     return runs
 
@@ -174,11 +178,20 @@ class Noise:
         return t_quantile(0.5 + share / 2, self.freedom) * self.deviation * math.sqrt(2 / self.seeds)
 
 
-def bootstrap_interval(mine: Sequence[float], its: Sequence[float], samples: int, seed: int) -> tuple[float, float]:
-    """95 % interval of the perplexity in % of the baseline's, over blocks drawn anew, the same for both."""
-    difference = np.asarray(mine) - np.asarray(its)
-    drawn = np.random.default_rng(seed).integers(len(difference), size=(samples, len(difference)))
-    low, high = np.quantile(difference[drawn].mean(1), (0.025, 0.975))
+def bootstrap_interval(
+    mine: dict[str, list[float]], its: dict[str, list[float]], samples: int, seed: int
+) -> tuple[float, float]:
+    """95 % interval of the perplexity in % of the baseline's, over blocks drawn anew, the same for both.
+
+    Each evaluation set's blocks are drawn by themselves, and sets count alike, as in `log_perplexities`.
+    """
+    random = np.random.default_rng(seed)
+    means = np.zeros(samples)
+    for name, losses in mine.items():
+        difference = np.asarray(losses) - np.asarray(its[name])
+        drawn = random.integers(len(difference), size=(samples, len(difference)))
+        means += difference[drawn].mean(1) / len(mine)
+    low, high = np.quantile(means, (0.025, 0.975))
     return 100 * math.exp(low), 100 * math.exp(high)
 
 
@@ -189,14 +202,7 @@ def block_interval(runs: Sequence[Run], name: str, baseline: str, samples: int) 
         mine, its = (run.results[one].get("row_losses") for one in (name, baseline))
         if not mine or not its:
             return None
-        ends.append(
-            bootstrap_interval(
-                [loss for losses in mine.values() for loss in losses],
-                [loss for losses in its.values() for loss in losses],
-                samples,
-                run.seed,
-            )
-        )
+        ends.append(bootstrap_interval(mine, its, samples, run.seed))
     return min(low for low, _ in ends), max(high for _, high in ends)
 
 
@@ -345,7 +351,10 @@ def curves(runs: Sequence[Run], name: str, baseline: str) -> list[tuple[int, lis
     for run in runs:
         base = {line["step"]: line for line in run.logs[baseline] if line["step"]}
         for line in run.logs[name]:
-            if line["step"] in base and (value := relative_perplexity(line, base[line["step"]])) is not None:
+            mine, its = line["loss"], base.get(line["step"], {}).get("loss", {})
+            if its and all(mine.get(name) is not None and its[name] is not None for name in its):
+                # The sets' mean loss, as in the table.
+                value = 100 * math.exp(sum(mine[name] - its[name] for name in its) / len(its))
                 joined.setdefault(line["tokens"], []).append(value)
     return sorted((tokens, values) for tokens, values in joined.items() if len(values) == len(runs))
 
@@ -403,10 +412,10 @@ def draw_windows(joined: dict[str, Any], path: Path, title: str) -> Path | None:
         color = COLORS[index % len(COLORS)]
         at = [places[window] for window, _ in rows]
         means = [share["mean"] for _, share in rows]
-        if rows[0][1]["half_width"] is None:
+        if all(share["half_width"] is None for _, share in rows):
             axis.plot(at, means, "o-", color=color, label=f"bottleneck {size}")
         else:
-            widths = [share["half_width"] for _, share in rows]
+            widths = [share["half_width"] or 0.0 for _, share in rows]  # the baseline's own has none
             axis.errorbar(at, means, widths, fmt="o-", color=color, capsize=3, label=f"bottleneck {size}, ± 95 %")
             dots = [(place, value) for place, (_, share) in zip(at, rows, strict=True) for value in share["seeds"]]
             x, y = zip(*dots, strict=True)

@@ -145,12 +145,15 @@ def measure_variants(args: argparse.Namespace) -> None:
     """All that is not there yet and that no other process is at."""
     pairs = MapperPairs(args.pairs)
     settings = settings_of(args, pairs)
+    for variant, seeds in read_results(args.out).items():  # all of a folder stand in one table
+        for seed in seeds:
+            check_settings(result_file(args.out, variant, seed), settings)
     for seed in args.seeds:
         for variant in args.variants:
             path = result_file(args.out, variant, seed)
             with held_lock(path.with_name(f".{path.stem}.lock"), wait=False) as held:
                 if path.exists():
-                    check_settings(path, settings)
+                    check_settings(path, settings)  # maybe another process's, written just now
                     continue
                 if not held:
                     print(f"{path}: left to another process, which is at it", file=sys.stderr)

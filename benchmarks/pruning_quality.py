@@ -439,18 +439,19 @@ class Records:
         if folder is None:
             return
         self.file = folder / "measurements.jsonl"
-        if settings is None and not self.file.is_file():
-            raise cli.UserError(f"{self.file}: nothing has been measured there")
-        folder.mkdir(parents=True, exist_ok=True)
-        with held_lock(folder / ".beginning.lock"):
-            lines = self._new_lines()
-            if not lines:
-                self._append({"settings": settings, "machine": machine})
-        header: dict[str, Any] = json.loads(lines[0]) if lines else {"settings": settings, "machine": machine}
+        header = self._header()
+        if header is None:
+            if settings is None:
+                raise cli.UserError(f"{self.file}: nothing has been measured there")
+            folder.mkdir(parents=True, exist_ok=True)
+            with held_lock(folder / ".beginning.lock"):
+                header = self._header()  # another process may have been first
+                if header is None:
+                    header = {"settings": settings, "machine": machine}
+                    self._append(header)
         before = header["settings"]
         if header.get("machine"):
             self.machines = [header["machine"]]
-        self._read = 0
         # Runs before there were --budgets had the essays' one budget there, which a measurement's key has.
         before = {**before, "essay": before["essay"][:2]}
         changed = [name for name in settings or {} if before.get(name) != self.settings[name]]
@@ -464,13 +465,16 @@ class Records:
 
     def refresh(self) -> set[tuple[Any, ...]]:
         """Take in what other processes have added; returns the keys of all that is there."""
-        for line in self._new_lines():
-            # A process that was killed may have left half a line.
-            with contextlib.suppress(json.JSONDecodeError):
-                row = json.loads(line)
-                if "settings" not in row:
-                    self._keep(row)
+        for row in self._new_rows():
+            if "settings" not in row:
+                self._keep(row)
         return self._keys
+
+    def _header(self) -> dict[str, Any] | None:
+        """The file's first whole line, once there is one."""
+        found = next(iter(self._new_rows()), None)
+        self._read = 0
+        return found
 
     def add(self, row: dict[str, Any]) -> None:
         if self._keep(row) and self.file is not None:
@@ -483,15 +487,19 @@ class Records:
             self.rows.append(row)
         return new
 
-    def _new_lines(self) -> list[str]:
-        """Whole lines that were not read before."""
+    def _new_rows(self) -> list[dict[str, Any]]:
+        """Whole lines that were not read before, but for halves that a process which was killed has left."""
         if self.file is None or not self.file.exists():
             return []
         with self.file.open("rb") as file:
             file.seek(self._read)
             whole = file.read().rpartition(b"\n")
         self._read += sum(len(part) for part in whole[:2])
-        return whole[0].decode().splitlines()
+        rows = []
+        for line in whole[0].decode().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+        return rows
 
     def _append(self, row: dict[str, Any]) -> None:
         assert self.file is not None
@@ -555,8 +563,9 @@ def beside_kvzip(rows: Sequence[dict[str, Any]], labels: Sequence[str], sizes: S
             hits, most = (sum(row["hit"] for row in of) for of in (mine, theirs))
             found = [found[0] + hits, found[1] + most]
             cells.append(f"{100 * hits / most:.1f}" if most else "-")
-            mass = [row["kvzip_mass"] for row in mine if "kvzip_mass" in row]
-            best = [row["kvzip_mass"] for row in theirs if "kvzip_mass" in row]
+            # What was measured without KVzip beside it has no mass.
+            known = {row["trial"] for row in mine if "kvzip_mass" in row}
+            mass, best = ([row["kvzip_mass"] for row in of if row["trial"] in known] for of in (mine, theirs))
             if mass and best:
                 masses.append(statistics.fmean(mass) / statistics.fmean(best))
             cells.append(f"{100 * masses[-1]:.1f}" if mass and best else "-")
@@ -597,7 +606,7 @@ def _budgets(text: str) -> list[int]:
 
 def _shard(text: str) -> tuple[int, int]:
     index, _, count = text.partition("/")
-    if not 0 <= int(index) < int(count):
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise argparse.ArgumentTypeError(f"a shard is I/N with I from 0 to N - 1, got {text}")
     return int(index), int(count)
 
@@ -735,7 +744,8 @@ def measure_trials(
         records.machines.append(machine)
     prompt = RepeatPrompt.from_tokenizer(tokenizer)
     warm_up(model, prompt, variants, trials[0])
-    total = sum(1 + len(variants) * len(trial.sizes) for trial in trials)
+    done = records.refresh()
+    total = sum(key not in done for trial in trials for key in wanted_keys(trial, labels))
     begin = time.perf_counter()
     with tqdm(total=total, unit="measurement", dynamic_ncols=True) as bar:
         for trial in trials:
@@ -747,7 +757,6 @@ def measure_trials(
                     record["shard"] = list(args.shard)
                 records.add(record)
                 bar.update()
-            bar.update(0)
     return labels
 
 
@@ -811,13 +820,7 @@ def held_out_essays() -> list[Text]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    try:
-        run(args)
-    except (cli.UserError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return cli.run_script(run, parse(argv))
 
 
 if __name__ == "__main__":

@@ -150,9 +150,10 @@ def compare(runs: Sequence[BenchmarkRun]) -> list[Comparison]:
         ]  # fmt: skip
         cells = [cell for cell in shared[0] if all(cell in others for others in shared)]
         model = str(group[0].settings.get("model") or "model")
-        name = f"{group[0].benchmark}-{_file_name(model)}"
-        taken = sum(other.name == name or other.name.startswith(f"{name}-") for other in comparisons)
-        name = f"{name}-{taken + 1}" if taken else name
+        first = name = f"{group[0].benchmark}-{_file_name(model)}"
+        taken, number = {other.name for other in comparisons}, 1
+        while name in taken:
+            name = f"{first}-{(number := number + 1)}"
         comparisons.append(Comparison(name, group[0].benchmark, model, group, cells))
     return comparisons
 

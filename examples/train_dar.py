@@ -55,7 +55,7 @@ from nearfar import DARConfig, DARForCausalLM
 from nearfar.conversion.dar_model_card import trained_model_card
 from nearfar.conversion.packaged_model import cache_root
 from nearfar.evaluation.machine import machine_report
-from nearfar.evaluation.text_pieces import read_text_pieces
+from nearfar.evaluation.text_pieces import gather_pieces, read_text_pieces
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.training.digit_tokenizer import LEAST_VOCABULARY, train_digit_tokenizer
 from nearfar.training.perplexity_log import (
@@ -65,7 +65,7 @@ from nearfar.training.perplexity_log import (
     relative_perplexity,
     tokens_per_second,
 )
-from nearfar.training.token_blocks import TokenBlocks, load_token_blocks
+from nearfar.training.token_blocks import TokenBlocks, load_token_blocks, text_fragments
 
 # Pythia's shapes and learning rates: hidden size, layers, heads, rate.
 SIZES = {
@@ -244,9 +244,12 @@ def train_tokenizer(options: argparse.Namespace) -> None:
         if json.loads(record.read_text(encoding="utf-8")) != wanted:
             raise ValueError(f"{folder} was trained with another --vocabulary or text: choose another --output")
         return
-    sources: Any = options.text or options.dataset
-    most = TOKENIZER_CHARACTERS * DATASET_SPREAD if options.dataset else None
-    pieces = spread_pieces(read_text_pieces(sources, most, split=options.split), TOKENIZER_CHARACTERS)
+    if options.dataset:
+        most = TOKENIZER_CHARACTERS * DATASET_SPREAD
+        found = read_text_pieces(options.dataset, most, split=options.split, column=options.text_field)
+    else:
+        found = gather_pieces(text_fragments([Path(path) for path in options.text], text_field=options.text_field))
+    pieces = spread_pieces(found, TOKENIZER_CHARACTERS)
     train_digit_tokenizer(pieces, options.vocabulary, sentences=()).save_pretrained(folder)
     write_json(record, wanted)
 
@@ -448,7 +451,8 @@ def train_variant(
     """Train one model into its folder: weights and tokenizer, `perplexity.jsonl`, `log_history.json`, `run.json`."""
     folder = options.output / variant.name
     main_process = PartialState().is_main_process
-    run = {"settings": options.settings, "variant": variant.fields, "result": None}
+    machine = machine_report(PartialState().device)
+    run = {"settings": options.settings, "variant": variant.fields, "machine": machine, "result": None}
     if main_process:
         write_json(folder / "run.json", run)
     model, log_history = fit(options, folder, config, train, evaluation)
@@ -483,9 +487,15 @@ def train_variant(
 def write_card(
     options: argparse.Namespace, name: str, results: dict[str, dict[str, Any]], machine: dict[str, Any]
 ) -> None:
-    """`training.json` and README.md in a variant's folder, without paths: what it is, and vanilla's figures."""
+    """`training.json` and README.md in a variant's folder, without paths: what it is, and vanilla's figures.
+
+    `machine` stands for that of runs which did not note their own.
+    """
     folder = options.output / name
+    if not (folder / "config.json").is_file():  # trained with --no-keep-weights: there is no model to describe
+        return
     config = DARConfig.from_pretrained(folder)
+    machine = (read_run(folder) or {}).get("machine") or machine  # an earlier command may have run elsewhere
     result, twin = results[name], results.get("vanilla") if name != "vanilla" else None
     sources = [options.dataset] if options.dataset else [Path(path).name for path in options.text]
     evaluated = {key: Path(path).name for key, path in (text.split("=", 1) for text in options.eval_text)}

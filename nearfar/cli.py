@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = "smollm2-135m-instruct"
 DEFAULT_BUDGET = 512
-# And proxykv, where it can be had. KVzip reads a context three times and H2O in pieces: `--caches all` has them.
+# And proxykv, where it can be had. KVzip reads a context twice and H2O in pieces: `--caches all` has them.
 DEMO_CACHES = ("full", "streaming_llm", "snapkv", "proactive")
 # A proxy of the packaged model and its mapper, in a checkout.
 KEPT_PROXY, KEPT_MAPPER = "checkpoints/smollm2-proxy", "checkpoints/smollm2-mapper"
@@ -727,4 +727,6 @@ def _fit_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from nearfar import cli  # not this copy of the module: the commands raise the other one's UserError
+
+    sys.exit(cli.main())

@@ -246,6 +246,27 @@ def test_records_of_several_processes(tmp_path: Path) -> None:
         pruning_quality.Records(tmp_path, {**settings, "seed": 1})
 
 
+def test_records_after_a_beginning_that_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"seed": 0, "essay": [1, 2]}
+    file = tmp_path / "measurements.jsonl"
+    for left in ("", '{"settings": {"se'):
+        file.write_text(left)
+        assert pruning_quality.main(["--out", str(tmp_path), "--table"]) == 2
+        assert "nothing has been measured" in capsys.readouterr().err and file.read_text() == left
+        for _ in range(2):
+            assert pruning_quality.Records(tmp_path, settings).settings == settings
+        assert file.read_text().count("settings") == 1 + bool(left)
+
+
+def test_kvzip_s_mass_is_compared_on_the_same_trials() -> None:
+    """Of the two trials one was measured without KVzip beside it."""
+    kvzip, row = pruning_quality.CACHES["kvzip"].label, {"kind": "needle", "size": 0.5, "hit": True}
+    rows = [{**row, "trial": trial, "variant": kvzip, "kvzip_mass": mass} for trial, mass in enumerate((0.2, 0.8))]
+    rows += [{**row, "trial": 0, "variant": "other", "kvzip_mass": 0.1}, {**row, "trial": 1, "variant": "other"}]
+    table = pruning_quality.beside_kvzip(rows, [kvzip, "other"], [0.5])
+    assert table is not None and table.splitlines()[-1].split() == ["other", "100.0", "50.0", "100.0", "50.0"]
+
+
 def test_pruning_quality_refuses_texts_that_are_too_short(
     tiny: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -308,6 +329,9 @@ def test_mapper_ablation(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert mapper_ablation.main(["--out", str(out), "--table"]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == shown.splitlines()[-3:]
     assert mapper_ablation.main([*command, "--variants", "whole", "--learning-rate", "1"]) == 2
+    assert "another learning_rate" in capsys.readouterr().err
+    # Nor is something else trained into the same table.
+    assert mapper_ablation.main([*command, "--variants", "no-heads", "--seeds", "7", "--learning-rate", "1"]) == 2
     assert "another learning_rate" in capsys.readouterr().err
     assert mapper_ablation.main(["--out", str(tmp_path / "none"), "--table"]) == 2
     with pytest.raises(SystemExit):

@@ -237,3 +237,27 @@ def test_every_process_calls_a_sharded_head_as_often(monkeypatch: pytest.MonkeyP
     nothing.backward()
     assert nothing == 0 and headed.calls[:4] == [0, 0, 0, 0]
     assert headed.lm_head.weight.grad is not None and not headed.lm_head.weight.grad.any()
+
+
+def test_a_sharded_head_is_called_for_nothing() -> None:
+    """Once for FSDP2's sake; a bias of its own adds nothing to the loss, nor to its gradient."""
+
+    class FSDPModule:
+        pass
+
+    class ShardedLinear(torch.nn.Linear, FSDPModule):
+        pass
+
+    found = []
+    hidden, weight, labels = inputs()
+    for kind in (torch.nn.Linear, ShardedLinear):
+        headed = Headed(weight)
+        headed._auxiliary_weight = lambda: 0.0  # type: ignore[method-assign]
+        headed.lm_head = kind(SIZE, VOCABULARY, dtype=torch.float64)
+        headed.lm_head.weight = torch.nn.Parameter(weight.detach().clone())
+        torch.nn.init.ones_(headed.lm_head.bias)
+        loss = headed._loss(hidden[None], None, labels[None], None, None)
+        loss.backward()
+        found.append((loss, headed.lm_head.weight.grad, headed.lm_head.bias.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,17 @@ def test_which_systems_and_caches(capsys: pytest.CaptureFixture[str], checkout: 
     assert not {"proxykv", "iam"} & set(cli_demo._all_caches(args))
     args = parser.parse_args(["demo", "--caches", "all", "--proxy", "p", "--mapper", "m"])
     assert {"proxykv", "iam"} <= set(cli_demo._all_caches(args))
+
+
+def test_errors_of_the_module_run_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`python -m nearfar.cli` has two copies of the module, and must know the errors of the one that is imported."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("sys.argv", ["nearfar", "demo", "--out", str(tmp_path / "file")])
+    with pytest.warns(RuntimeWarning, match="found in sys.modules"), pytest.raises(SystemExit) as leaving:
+        runpy.run_module("nearfar.cli", run_name="__main__")
+    assert leaving.value.code == 2 and "is a file; give a folder" in capsys.readouterr().err
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------

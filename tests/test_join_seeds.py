@@ -95,6 +95,45 @@ def test_one_seed_shows_nothing(script: ModuleType, tmp_path: Path, capsys: pyte
     assert not (tmp_path / "out" / "windows.png").exists()
 
 
+def test_a_swept_window_as_the_baseline(script: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folders = [write_run(tmp_path / str(seed), seed) for seed in range(2)]
+    command = [*map(str, folders), "--out", str(tmp_path / "out"), "--baseline", "dar-w4-d8", "--bootstrap", "20"]
+    assert script.main(command) == 0
+    assert (tmp_path / "out" / "windows.png").is_file()
+
+
+def test_evaluation_sets_count_alike_whatever_their_size(script: ModuleType) -> None:
+    few, many = [3.0, 3.0], [4.0] * 98
+    low, high = script.bootstrap_interval({"a": [3.2] * 2, "b": many}, {"b": many, "a": few}, 10, 0)
+    assert low == high == pytest.approx(100 * math.exp(0.1))
+
+
+def test_curves_end_where_the_table_does(script: ModuleType) -> None:
+    """The mean over evaluation sets is that of losses in both; steps at which one is not finite are left out."""
+
+    def line(step: int, *losses: float | None) -> dict[str, Any]:
+        return {"step": step, "tokens": 10 * step, "loss": dict(zip("xy", losses, strict=True))}
+
+    logs = {"vanilla": [line(0, 9.0, 9.0), line(1, 3.0, None), line(2, 3.0, 4.0)]}
+    logs["dar"] = [line(0, 9.0, 9.0), line(1, 3.6, 4.0), line(2, 3.6, 4.0), line(3, 3.0, 3.0)]
+    results = {name: {"loss": lines[2]["loss"]} for name, lines in logs.items()}
+    runs = [script.Run(Path(), {"seed": 0}, results, logs)]
+    ((tokens, (value,)),) = script.curves(runs, "dar", "vanilla")
+    table = script.log_perplexities(runs, ["vanilla", "dar"])
+    assert tokens == 20 and value == pytest.approx(100 * math.exp(table[0, 1] - table[0, 0]))
+
+
+def test_settings_that_older_runs_do_not_name(script: ModuleType, tmp_path: Path) -> None:
+    """They are None, and not whatever a newer run has."""
+    write_run(tmp_path / "a", 0, ["vanilla"])
+    write_run(tmp_path / "a", 0, ["dar-w0-d8"], vocabulary=None)
+    assert set(script.read_run(tmp_path / "a").results) == {"vanilla", "dar-w0-d8"}
+    write_run(tmp_path / "b", 1, vocabulary=300)
+    with pytest.raises(ValueError, match="more than their seed: vocabulary is None and 300"):
+        script.read_runs([tmp_path / "a", tmp_path / "b"])
+
+
 def test_students_t(script: ModuleType) -> None:
     for freedom, expected in ((1, 12.7062), (2, 4.3027), (5, 2.5706), (30, 2.0423)):
         assert script.t_quantile(0.975, freedom) == pytest.approx(expected, abs=2e-4)

@@ -79,6 +79,14 @@ def test_runs_of_other_data_are_not_compared() -> None:
     assert [comparison.runs for comparison in compare(runs)] == [[runs[0], runs[2]], [runs[3], runs[1]]]
 
 
+def test_no_two_comparisons_have_one_name() -> None:
+    """Their charts are files of that name."""
+    models = ("llama-2", "llama", "llama", "llama-2-chat")
+    runs = [made_up("full", None, model=model, seed=seed) for seed, model in enumerate(models)]
+    names = [comparison.name for comparison in compare(runs)]
+    assert names == ["ruler-llama-2", "ruler-llama", "ruler-llama-3", "ruler-llama-2-chat"]
+
+
 def test_averages_are_over_what_all_have() -> None:
     (comparison,) = compare([made_up("full", None), made_up("snapkv", 0.5, tasks=2)])
     assert comparison.cells == [("task_0", 1024), ("task_1", 1024)]

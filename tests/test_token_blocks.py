@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from nearfar.training import token_blocks
-from nearfar.training.token_blocks import TokenBlocks, load_token_blocks, write_token_file
+from nearfar.training.token_blocks import TokenBlocks, load_token_blocks, text_fragments, write_token_file
 
 EOS = 256  # of the tiny tokenizer, whose other ids are bytes
 
@@ -404,6 +404,15 @@ def test_bad_sources(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None
     with pytest.raises(ValueError, match="no end-of-text token"):
         load_token_blocks(file, without_end, 2)
     assert len(load_token_blocks(file, without_end, 2, separator_token="<|end|>")) == 4
+
+
+def test_fragments_are_the_text_of_documents_not_of_their_files(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "one\n<|endoftext|>\ntwo")
+    write(tmp_path / "b.jsonl", '{"body": "three"}\n{"body": "four"}\n')
+    assert "".join(text_fragments(tmp_path, text_field="body")) == "one\n\ntwo\nthree\nfour\n"
+    (tmp_path / "c.npz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"c\.npz is a token file, which holds no text"):
+        next(text_fragments([tmp_path / "c.npz"]))
 
 
 def test_token_file(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -415,6 +415,33 @@ def test_a_small_checkpoint_with_its_own_tokenizer(
     with pytest.raises(SystemExit):
         script.main([*command, "--variant", "vanilla"])
     assert "another --vocabulary or text" in capsys.readouterr().err
+
+
+def test_the_tokenizer_is_trained_on_what_is_trained_on(script: ModuleType, tmp_path: Path) -> None:
+    """On the texts in JSON files, not on the files."""
+    rows = [json.dumps({"body": english(3, seed=seed), "zzzz": "zzzz"}) for seed in range(30)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    options = SimpleNamespace(
+        tokenizer=tmp_path / "tokenizer", vocabulary=300, text=[str(tmp_path / "rows.jsonl")], dataset=None,
+        split="train", text_field="body",
+    )  # fmt: skip
+    script.train_tokenizer(options)
+    vocabulary = AutoTokenizer.from_pretrained(tmp_path / "tokenizer").get_vocab()
+    assert "zz" not in vocabulary and '":' not in vocabulary and len(vocabulary) == 300
+
+
+def test_cards_of_what_earlier_commands_have_left(script: ModuleType, files: Path, tmp_path: Path) -> None:
+    """None where no weights were kept, and otherwise of the machine that trained them."""
+    command = arguments(files, tmp_path, "--steps", 2, "--eval-every", 2, "--eval-blocks", 1)
+    script.main([*command, "--variant", "dar:w=8,d=4", "--no-keep-weights"])
+    script.main([*command, "--variant", "vanilla"])
+    assert not (tmp_path / "dar-w8-d4" / "training.json").exists()
+    file = tmp_path / "vanilla" / "run.json"
+    run = json.loads(file.read_text())
+    run["machine"] = {**run["machine"], "device": "a GPU elsewhere"}
+    file.write_text(json.dumps(run))
+    script.main([*command, "--variant", "vanilla"])
+    assert json.loads((tmp_path / "vanilla" / "training.json").read_text())["machine"] == "a GPU elsewhere"
 
 
 def test_the_tokenizer_reads_all_over_the_text(script: ModuleType) -> None:

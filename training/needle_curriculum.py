@@ -12,9 +12,9 @@ A plan is data: stages that share weights and optimiser state, and how these are
         curriculum.update(steps=10, loss=mean_loss, exact=mean_exact)
 
 `"fast"` learns 8,192 tokens with 50 needles from random weights in some 2,600 steps. `"long"` goes on from there to
-65,536 tokens, in batches of the same size. `"paper"` is the curriculum of
-the ProxyFormer paper (Section 5.3): a plain decoder first, then proxies, then many needles, then longer documents and
-no rotary embedding. Where the paper gives no number (batch sizes, steps), the plan chooses one.
+65,536 tokens, two documents at a time. `"paper"` is the curriculum of the ProxyFormer paper (Section 5.3): a plain
+decoder first, then proxies, then many needles, then longer documents and no rotary embedding. Where the paper gives no
+number (batch sizes, steps), the plan chooses one.
 """
 
 from __future__ import annotations

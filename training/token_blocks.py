@@ -44,7 +44,14 @@ from nearfar.modeling.atomic_file import write_beside
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SEPARATOR_LINE", "TokenBlocks", "load_token_blocks", "text_documents", "write_token_file"]
+__all__ = [
+    "SEPARATOR_LINE",
+    "TokenBlocks",
+    "load_token_blocks",
+    "text_documents",
+    "text_fragments",
+    "write_token_file",
+]
 
 # A line of a plain text file that holds nothing else separates two documents.
 SEPARATOR_LINE = "<|endoftext|>"
@@ -271,6 +278,24 @@ def text_documents(path: str | Path) -> Iterator[tuple[str, str]]:
             if text:
                 yield (f"{name}:{number}" if number else name), text
                 number += 1
+
+
+def text_fragments(
+    sources: str | Path | Sequence[str | Path], *, split: str = "train", text_field: str = "text"
+) -> Iterator[str]:
+    """The text that `load_token_blocks` would tokenise, in parts as they are read, a line break after each document.
+
+    Args:
+        sources, split, text_field: as there, but no token file.
+
+    Raises:
+        FileNotFoundError, ImportError, ValueError: as there; a token file, which holds no text.
+    """
+    for source in _find_sources(sources, split, text_field):
+        if isinstance(source, _File) and source.name.suffix.lower() == TOKEN_SUFFIX:
+            raise ValueError(f"{source.name} is a token file, which holds no text")
+        for fragment in source.fragments(lambda count: None):
+            yield "\n" if fragment is None else fragment
 
 
 def _check_block_tokens(block_tokens: int) -> None:
