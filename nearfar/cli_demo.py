@@ -345,7 +345,10 @@ def _show_proxyformer(demo: Demo) -> Section:
     if not lengths:
         raise Skipped(f"{demo.origin} has {len(background):,} tokens, and {NEEDLE_LENGTHS[0]:,} are needed")
     readings = read_long_documents(model, tokenizer, background, lengths, NEEDLES, seed=demo.args.seed)
-    print(f"\n{folder.name}: passkeys hidden in {demo.origin}, each document read once and asked {NEEDLES} times\n")
+    print(
+        f"\n{folder.name}: passkeys hidden in {demo.origin}; of each length one document is timed, and another asked "
+        f"about {NEEDLES} times\n"
+    )
     print(format_readings(readings))
     print(
         "\nPlain decoder: the keys and values of its own layers and heads, if it kept them for every token; computed, "

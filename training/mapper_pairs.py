@@ -18,6 +18,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import logging
 import random
 import re
 import time
@@ -58,6 +59,8 @@ __all__ = [
     "needle_contexts",
     "read_documents",
 ]
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 # A shard is closed when it holds so many tokens, or after so many seconds: what an interruption costs at most.
@@ -705,6 +708,13 @@ class MapperPairs:
         if not unique:
             raise FileNotFoundError(f"{self.folder} holds no mapper pairs: compute them first (compute_pairs)")
         self.contexts = sorted(unique.values(), key=lambda context: (context.name, context.digest))
+        unnamed = sum(not context.sources for context in self.contexts)
+        if unnamed:
+            logger.warning(
+                "%s: %d of %d contexts do not say which texts they are made of (older releases left it out): of those "
+                "that share text some may be trained on and others held out. Compute the pairs anew to prevent that.",
+                self.folder, unnamed, len(self.contexts),
+            )  # fmt: skip
         self.mapper_fields: dict[str, Any] = indexes[0]["mapper"]
         self.settings: dict[str, Any] = indexes[0]["settings"]
         self._arrays: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -743,7 +753,10 @@ class MapperPairs:
     def digest(self) -> str:
         """Names the whole content: contexts, models and settings."""
         fields = {name: value for name, value in self.mapper_fields.items() if not name.endswith("_name")}
-        content = [[context.digest for context in self.contexts], fields, self.settings]
+        contexts = [
+            [context.digest, *context.sources] if context.sources else context.digest for context in self.contexts
+        ]
+        content = [contexts, fields, self.settings]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
     def features(self, context: int) -> np.ndarray:
