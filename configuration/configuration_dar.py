@@ -67,10 +67,7 @@ class DARConfig(RemoteCodeConfig, GPTNeoXConfig):
         if self.bottleneck_size is None:
             self.bottleneck_size = max(1, self.hidden_size // 4)
         super().__post_init__(**kwargs)
-        if "embed_tokens" in (self.base_model_tp_plan or ()):  # those releases' rule, for what is not there
-            self.base_model_tp_plan = {
-                name: style for name, style in self.base_model_tp_plan.items() if name != "embed_tokens"
-            }
+        (vars(self).get("base_model_tp_plan") or {}).pop("embed_tokens", None)  # those releases' rule
         self.check()
 
     def check(self) -> None:
