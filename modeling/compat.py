@@ -43,3 +43,10 @@ def mask_arguments(function: Callable[..., Any], cache: Any) -> dict[str, Any]:
 
 # The field of a model's output that holds the cache.
 CACHE_FIELD = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def rename_cache(model_kwargs: dict[str, Any]) -> None:
+    """Put the cache that `generate` was given, by either of its names, where this release looks for it."""
+    for name in ("cache", "past_key_values"):
+        if name != CACHE_FIELD and model_kwargs.get(name) is not None:
+            model_kwargs[CACHE_FIELD] = model_kwargs.pop(name)

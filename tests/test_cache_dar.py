@@ -143,6 +143,10 @@ def test_generate_equals_generate_without_cache(far_cache: str) -> None:
     wanted = generate(model, ids, use_cache=False)
     assert torch.equal(generate(model, ids), wanted)
     assert torch.equal(generate(model, ids, past_key_values=DARCache(model)), wanted)
+    for given in ("past_key_values", "cache"):
+        cache = DARCache(model)
+        model(ids[:, :10], past_key_values=cache)
+        assert torch.equal(generate(model, ids, **{given: cache}), wanted)
     assert torch.equal(generate(model, ids, cache_implementation="static"), wanted)
     assert torch.equal(generate(model, ids, past_key_values=DARCache(model, max_cache_len=30)), wanted)
 

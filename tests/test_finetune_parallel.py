@@ -7,6 +7,7 @@ sharded checkpoints, saved and loaded; and DAR with its tensor-parallel plan. Th
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from dar_models import tiny_dar
 from finetune_files import command, curve, make_files
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -97,6 +99,14 @@ def check_runs(files: Path, alone: dict[str, Path], mode: str, kind: str) -> dic
     return report
 
 
+def check_tensors(files: Path) -> None:
+    """A model split by its tensor-parallel plan is the whole one, in loss, gradients and generated tokens."""
+    split = json.loads((files / "tensors.json").read_text(encoding="utf-8"))
+    assert split["split"]
+    assert split["answers"]
+    assert max(split["loss"], split["gradients"]) < 1e-10
+
+
 def uneven_by_hand(files: Path) -> dict[str, float]:
     """What two processes with rows of different lengths should find: the mean of both losses, and its gradients."""
     model = ProxyFormerForCausalLM.from_pretrained(files / "proxyformer", dtype=torch.float32).train()
@@ -121,10 +131,17 @@ def test_fsdp2_ddp_and_tensor_parallelism(files: Path, alone: dict[str, Path]) -
     assert sharded["generated"]
     assert "FSDP2 has spread over the devices" in sharded["refused"]["share_proxy_generation_weights"]
     assert "models that are sharded" in sharded["refused"]["reversible_history"]
-    split = json.loads((files / "tensors.json").read_text(encoding="utf-8"))
-    assert split["split"]
-    assert split["answers"]
-    assert max(split["loss"], split["gradients"]) < 1e-10
+    check_tensors(files)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_rule_of_dars_tensor_parallel_plan_names_a_module(tied: bool) -> None:
+    model = tiny_dar(tie_word_embeddings=tied)
+    modules = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_modules()}
+    assert set(model.tp_plan) <= modules
+    # Split alike, or the two could not be one tensor.
+    assert model.tp_plan["lm_head"] == "colwise_gather_output"
+    assert model.tp_plan["gpt_neox.embed_in"] == "embedding_rowwise"
 
 
 def test_proxyformer_declares_no_tensor_parallel_plan() -> None:

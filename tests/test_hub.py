@@ -38,6 +38,7 @@ def compute(model):
 """
 
 PUSH = """
+import huggingface_hub
 from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from dar_models import tiny_dar
@@ -73,7 +74,10 @@ expected["dar wide"] = compute(dar)
 # In shards, beside a tokenizer, with a card that says what was measured; a push leaves the card's data alone.
 proxyformer.push_to_hub("me/proxyformer", max_shard_size="10KB")
 tiny_tokenizer().push_to_hub("me/proxyformer")
-ModelCard.load(card).push_to_hub("me/proxyformer")
+card = ModelCard.load(card)
+if int(huggingface_hub.__version__.partition(".")[0]) < 2:
+    card.validate = lambda **options: None  # it asks huggingface.co, whatever HF_ENDPOINT says
+card.push_to_hub("me/proxyformer")
 proxyformer.push_to_hub("me/proxyformer", max_shard_size="10KB")
 expected["proxyformer"] = compute(proxyformer)
 mapper.float().push_to_hub("me/mapper")
