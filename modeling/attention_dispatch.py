@@ -16,6 +16,7 @@ The function in the registry is named after the stock one it stands for (`nearfa
 ours, should they ever reach it, go to the stock function unchanged.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -77,17 +78,18 @@ class CacheHandle(torch.Tensor):
     """
 
     owner: Attends
+    states: torch.Tensor
 
     @classmethod
     def wrap(cls, states: torch.Tensor, owner: Attends) -> "CacheHandle":
-        handle = states.detach().as_subclass(cls)
-        handle.owner = owner
+        states = states.detach() if states.requires_grad else states
+        handle = states.as_subclass(cls)
+        handle.owner, handle.states = owner, states
         return handle
 
     def unwrap(self) -> torch.Tensor:
         """The new tokens' states as an ordinary tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor)
+        return self.states
 
     @classmethod
     def __torch_function__(
@@ -155,9 +157,15 @@ def _attention_function(stock_name: str) -> Callable[..., AttentionOutput]:
     return attention
 
 
+@functools.lru_cache(maxsize=64)
+def _scope(forward: Callable) -> dict[str, Any]:
+    """The names of the file that a method comes from."""
+    return inspect.unwrap(forward).__globals__
+
+
 def _stock_function(module: nn.Module, name: str) -> Callable[..., AttentionOutput]:
     """The function the module would have called: its own file's registry and eager function come first."""
-    scope = inspect.unwrap(type(module).forward).__globals__
+    scope = _scope(type(module).forward)
     registry = scope.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
     eager = scope.get("eager_attention_forward")
     if name == "eager" and eager is None:

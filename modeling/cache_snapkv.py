@@ -78,7 +78,16 @@ class SnapKVCache(PrunedCache):
     def watch(self, layer: RaggedLayer, queries: Queries) -> None:
         """Remember the last `window_tokens` real queries of each row."""
         states, columns, window = queries.states, queries.columns, self.window_tokens
-        if "window_queries" in layer.extra and (queries.padded or states.shape[2] < window):
+        n = states.shape[2]
+        if "window_queries" in layer.extra and not queries.padded and n < window:  # a decode step, as a rule
+            kept_states, kept = layer.extra["window_queries"], layer.extra["window_columns"]
+            gone = max(0, kept.shape[1] + n - window)
+            layer.extra["window_queries"] = torch.cat([kept_states[:, :, gone:], states], dim=2)
+            layer.extra["window_columns"] = self.once(
+                "window columns", lambda: torch.cat([kept[:, gone:], columns], dim=1), kept, columns
+            )
+            return
+        if "window_queries" in layer.extra and (queries.padded or n < window):
             states = torch.cat([layer.extra["window_queries"], states], dim=2)
             columns = torch.cat([layer.extra["window_columns"], columns], dim=1)
         if queries.padded:
