@@ -28,6 +28,8 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .compat import name_attention
+
 PREFIX = "nearfar|"
 AttentionOutput = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -119,10 +121,11 @@ def take_over(
     """
     current = config._attn_implementation or "eager"
     if not current.startswith(PREFIX):
-        config._attn_implementation = _register(current)
+        name_attention(config, _register(current))
     return CacheHandle.wrap(keys, owner), CacheHandle.wrap(values, owner)
 
 
+@functools.lru_cache(maxsize=64)
 def _register(stock_name: str) -> str:
     name = PREFIX + stock_name
     if name not in ALL_ATTENTION_FUNCTIONS:
@@ -137,7 +140,7 @@ def _attention_function(stock_name: str) -> Callable[..., AttentionOutput]:
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
     ) -> AttentionOutput:
         config: Any = module.config
-        config._attn_implementation = stock_name
+        name_attention(config, stock_name)
         if not isinstance(key, CacheHandle):
             return _stock_function(module, stock_name)(module, query, key, value, mask, **kwargs)
         scaling = kwargs.get("scaling")

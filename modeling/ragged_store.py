@@ -3,8 +3,8 @@
 A pair costs `2 * head dim` numbers in the model's dtype plus 12 bytes (its column, its place and its score).
 Each segment has some spare slots, so a decode step writes its pair in place: one write of keys and one of values a
 layer, no copy, no loop. Columns, places and the device's lengths follow from the host's numbers; they are written up
-for many tokens at once, when something asks for them (`pairs`, `places`). When the spare slots are used up the segments
-are laid out anew (amortised by growing the spare room with the length).
+for many tokens at once, when something asks for them (`pairs`, `places`). When the spare slots are used up the
+segments are laid out anew (amortised by growing the spare room with the length).
 """
 
 import dataclasses
