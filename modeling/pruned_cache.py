@@ -555,12 +555,9 @@ class PrunedCache(Cache):
         store = layer.store
         if store.pending_tokens() == 0:
             return
-        slots, positions, real = store.pending_slots()
-        keys, values = store.pairs.keys[slots], store.pairs.values[slots]
+        keys, values, positions, real = store.pending_states()
         scores = self._checked_score(TokenStates(layer.layer_idx, keys, values, positions, real, layer.seen))
-        chosen = real[:, None].expand_as(scores)
-        store.scores[slots[chosen]] = scores[chosen]
-        store.settle()
+        store.score_pending(scores)
 
     def score_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which scores are held for a model of `dtype`: float32, but float64 where queries give them in float64."""

@@ -115,13 +115,13 @@ class RaggedLayer(CacheLayerMixin):
     def candidates(self, sink_tokens: int, recent_tokens: list[int]) -> Candidates:
         """The pairs held, all scored, with the sinks and each row's newest `recent_tokens` marked as protected."""
         store = self.store
-        segment, filled = store.slot_owners()
-        row = segment // store.heads
         newest = [seen - recent for seen, recent in zip(store.real_tokens, recent_tokens, strict=True)]
         # A number costs a GPU nothing, a tensor a transfer.
-        bound = newest[0] if len(set(newest)) == 1 else torch.tensor(newest, device=row.device)[row]
+        bound: int | torch.Tensor = newest[0]
+        if len(set(newest)) > 1:
+            bound = torch.tensor(newest, device=store.device)[store.slot_owners()[0] // store.heads]
         protected = (store.places < sink_tokens) | (store.places >= bound)
-        scores = store.scores.masked_fill(protected, math.inf).masked_fill_(~filled, -math.inf)
+        scores = store.without_spare(store.scores.masked_fill(protected, math.inf), -math.inf)
         columns = store.pairs.columns
         sizes = store.capacities.view(store.batch, store.heads).tolist()
         return Candidates(self._within_window(scores, columns), columns, store.row_slots(), sizes)

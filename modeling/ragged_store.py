@@ -198,6 +198,14 @@ class RaggedStore:
         ends = (pairs.starts + pairs.lengths)[segment]
         return segment, torch.arange(slots, device=ends.device) < ends
 
+    def without_spare(self, marks: torch.Tensor, mark: float) -> torch.Tensor:
+        """`marks` `(slots,)`, with `mark` at slots that hold no pair; changed in place."""
+        plan = self.plan
+        if plan.capacity is None:
+            return marks.masked_fill_(~self.filled(), mark)
+        marks.view(-1, plan.capacity)[:, plan.longest :] = mark
+        return marks
+
     def row_slots(self) -> list[tuple[int, int]]:
         """First slot and end slot of each row: a row's segments lie side by side."""
         ends = self.capacities.view(self.batch, self.heads).sum(1).cumsum(0).tolist()
@@ -506,6 +514,34 @@ class RaggedStore:
             first = pairs.lengths.view(self.batch, self.heads, 1) - counts.view(-1, 1, 1)
         slots = pairs.starts.view(self.batch, self.heads, 1) + first + torch.arange(m, device=first.device)
         return slots.clamp(0, max(int(self.capacities.sum()) - 1, 0)), positions, real
+
+    def pending_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What the pending tokens' pairs are, rectangular.
+
+        Returns:
+            keys and values `(batch, heads, m, dim)` (views where segments are even), rotary positions `(batch, m)`,
+            and `(batch, m)` bool telling real entries from filling, or None when all are real.
+        """
+        if self.plan.capacity is not None and all(piece.valid is None for piece in self.pending):
+            positions = _joined(self.pending).positions
+            keys, values = (states[:, :, self.longest - positions.shape[1] :] for states in self.dense())
+            return keys, values, positions, None
+        slots, positions, valid = self.pending_slots()
+        real = None if all(piece.valid is None for piece in self.pending) else valid
+        return self.stored.keys[slots], self.stored.values[slots], positions, real
+
+    def score_pending(self, scores: torch.Tensor) -> None:
+        """Give the pending pairs their scores `(batch, heads, m)`, in the order of `pending_states`."""
+        capacity, m = self.plan.capacity, scores.shape[2]
+        if any(piece.valid is not None for piece in self.pending):
+            slots, _, real = self.pending_slots()
+            chosen = real[:, None].expand_as(scores)
+            self.scores[slots[chosen]] = scores[chosen]
+        elif capacity is not None:
+            self.scores.view(self.batch, self.heads, capacity).narrow(2, self.longest - m, m).copy_(scores)
+        else:
+            self.scores.index_copy_(0, self.pending_slots()[0].reshape(-1), scores.reshape(-1))
+        self.settle()
 
     def settle(self) -> None:
         """Pending pairs have been scored and are like the others now."""
