@@ -667,7 +667,8 @@ class PrunedCache(Cache):
 
     def snapshot(self) -> CacheSnapshot:
         """A copy of the contents, to come back to with `restore`; it takes the bytes of the pairs unquantised."""
-        states = [copy_layer_state(layer) for layer in self.layers]
+        copies: dict[int, torch.Tensor] = {}
+        states = [copy_layer_state(layer, copies) for layer in self.layers]
         return CacheSnapshot(states, self.row_budgets, self._budgets_settled)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
@@ -677,8 +678,9 @@ class PrunedCache(Cache):
                 f"The snapshot has {len(snapshot.layers)} layers, this cache {len(self.layers)}: "
                 "it was taken from another model's cache."
             )
+        copies: dict[int, torch.Tensor] = {}
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
-            put_layer_state(layer, state)
+            put_layer_state(layer, state, copies=copies)
         self._row_budgets = None if snapshot.row_budgets is None else list(snapshot.row_budgets)
         self._budgets_settled = snapshot.budgets_settled
 
@@ -696,8 +698,9 @@ class PrunedCache(Cache):
         twin._held = False
         twin._forget_pass()
         twin.layers = twin._make_layers()
+        copies: dict[int, torch.Tensor] = {}
         for layer, original in zip(twin.layers, self.layers, strict=True):
-            put_layer_state(layer, copy_layer_state(original), copy=False)
+            put_layer_state(layer, copy_layer_state(original, copies), copy=False)
             layer.record_past = original.record_past
         twin._row_budgets = self.row_budgets
         return twin
