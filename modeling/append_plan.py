@@ -69,8 +69,10 @@ class AppendPlan:
         """The buffers as `(batch, heads, capacity, dim)`; only where `capacity` is not None."""
         known, inference = self._views, torch.is_inference_mode_enabled()
         if known is None or known[0] is not keys or known[1] is not values or known[2] != inference:
-            views = (buffer.view(self.batch, self.heads, self.capacity, buffer.shape[1]) for buffer in (keys, values))
-            self._views = known = (keys, values, inference, *views)
+            assert self.capacity is not None
+            shape = (self.batch, self.heads, self.capacity)
+            known = (keys, values, inference, keys.view(*shape, keys.shape[1]), values.view(*shape, values.shape[1]))
+            self._views = known
         return known[3], known[4]
 
     # -- uneven segments --------------------------------------------------------------------------------------------
