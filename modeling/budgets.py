@@ -116,6 +116,9 @@ def weakest_kept(candidates: list[Candidates], keeps: list[torch.Tensor]) -> lis
 
 
 def _select_in_layer(layer: Candidates, budgets: list[int], heads: int, allocation: Allocation) -> torch.Tensor:
+    if allocation == "uniform" and len(set(budgets)) == 1 and len({n for sizes in layer.heads for n in sizes}) == 1:
+        segments = heads * len(budgets)
+        return keep_top_k(layer.scores.view(segments, -1), [budgets[0]] * segments).view(-1)
     parts = []
     for span, sizes, budget in zip(layer.rows, layer.heads, budgets, strict=True):
         scores, columns = layer.scores[slice(*span)], layer.columns[slice(*span)]

@@ -55,12 +55,14 @@ class H2OCache(PrunedCache):
             return
         if "queries" in layer.extra:
             states = torch.cat([layer.extra["queries"], states], dim=2)
-            columns = torch.cat([layer.extra["query_columns"], columns], dim=1)
+            pieces = layer.extra["query_columns"], columns
+            columns = self.once("held columns", lambda: torch.cat(pieces, dim=1), *pieces)
         elif columns.shape[1] <= 2 * most:
             states = states.clone()  # the model's own must not be held on to
         if columns.shape[1] > 2 * most:
             self._add(layer, states[:, :, :-most], columns[:, :-most])
-            states, columns = states[:, :, -most:].clone(), columns[:, -most:].clone()
+            states, held = states[:, :, -most:].clone(), columns
+            columns = self.once(("newest columns", most), lambda: held[:, -most:].clone(), held)
         layer.extra["queries"], layer.extra["query_columns"] = states, columns
 
     @property

@@ -79,14 +79,23 @@ class SnapKVCache(PrunedCache):
         """Remember the last `window_tokens` real queries of each row."""
         states, columns, window = queries.states, queries.columns, self.window_tokens
         if "window_queries" in layer.extra and (queries.padded or states.shape[2] < window):
-            states = torch.cat([layer.extra["window_queries"], states], dim=2)
-            columns = torch.cat([layer.extra["window_columns"], columns], dim=1)
+            kept, pieces = layer.extra["window_queries"], (layer.extra["window_columns"], columns)
+            if not queries.padded:  # only what stays is copied
+                kept = kept[:, :, max(0, kept.shape[2] + states.shape[2] - window) :]
+            states = torch.cat([kept, states], dim=2)
+            columns = self.once("window columns", lambda: torch.cat(pieces, dim=1), *pieces)
+        elif not queries.padded:
+            states = states[:, :, -window:].clone()  # the model's own must not be held on to
         if queries.padded:
-            last = (columns != NO_COLUMN).int().argsort(dim=1, stable=True)[:, -window:]  # real ones to the end
-            columns = columns.gather(1, last)
+            both = columns
+            last = self.once(  # real ones to the end
+                "last queries", lambda: (both != NO_COLUMN).int().argsort(dim=1, stable=True)[:, -window:], both
+            )
             states = states.gather(2, last[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
-        layer.extra["window_queries"] = states[:, :, -window:].clone()
-        layer.extra["window_columns"] = columns[:, -window:].clone()
+            columns = self.once("their columns", lambda: both.gather(1, last), both)
+        layer.extra["window_queries"] = states
+        newest = columns
+        layer.extra["window_columns"] = self.once(("window", window), lambda: newest[:, -window:].clone(), newest)
         if "scaling" not in layer.extra:  # a tensor, so that it goes into files
             layer.extra["scaling"] = torch.full_like(columns[:, 0], queries.scaling, dtype=torch.float64)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
@@ -39,6 +40,18 @@ def mask_arguments(function: Callable[..., Any], cache: Any) -> dict[str, Any]:
     """The cache under the name that a mask-making function of transformers takes it."""
     name = "cache" if "cache" in inspect.signature(function).parameters else "past_key_values"
     return {name: cache}
+
+
+def name_attention(config: PreTrainedConfig, name: str) -> None:
+    """`config._attn_implementation = name`, which a cache does twice a layer and token.
+
+    The setter of transformers goes through a configuration's checks, tens of microseconds; where it would do no more
+    than note the name, the name is noted.
+    """
+    if "_attn_implementation_internal" in config.__dict__ and not config.sub_configs:
+        config.__dict__["_attn_implementation_internal"] = name
+    else:
+        config._attn_implementation = name
 
 
 # The field of a model's output that holds the cache.

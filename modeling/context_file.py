@@ -45,7 +45,7 @@ def write_context(path: Path, cache: "PrunedCache") -> None:
             if piece.valid is not None:
                 tensors[f"{prefix}pending.{number}.valid"] = piece.valid
         for name, tensor in layer.extra.items():
-            tensors[f"{prefix}extra.{name}"] = tensor
+            tensors[f"{prefix}extra.{name}"] = tensor.clone()  # layers may share it, which the file cannot
         layers.append(
             {
                 "kind": "ragged",

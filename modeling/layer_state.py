@@ -30,23 +30,28 @@ def all_tensors(layers: list[Any]) -> list[torch.Tensor]:
     return list(held.values())
 
 
-def copy_layer_state(layer: Any) -> Any:
-    """A layer's contents, independent of the layer, for `put_layer_state`; pairs come unquantised."""
+def copy_layer_state(layer: Any, copies: dict[int, torch.Tensor] | None = None) -> Any:
+    """A layer's contents, independent of the layer, for `put_layer_state`; pairs come unquantised.
+
+    Args:
+        layer: a cache layer.
+        copies: one dictionary for all layers of a cache, so that what they share is copied once.
+    """
     if isinstance(layer, RaggedLayer):
         with layer.awake():
             store = layer.store.clone() if layer.is_initialized else None
-        extra = {name: tensor.clone() for name, tensor in layer.extra.items()}
+        extra = {name: _copied(tensor, copies) for name, tensor in layer.extra.items()}
         return store, layer.seen, layer.evicted, extra, layer.device
     if not layer.is_initialized:
         return None
     return layer.keys.clone(), layer.values.clone(), layer.cumulative_length
 
 
-def put_layer_state(layer: Any, state: Any, copy: bool = True) -> None:
+def put_layer_state(layer: Any, state: Any, copy: bool = True, copies: dict[int, torch.Tensor] | None = None) -> None:
     """Fill a layer from `copy_layer_state`; without `copy` it takes the state's own tensors."""
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if copy else tensor
+        return _copied(tensor, copies) if copy else tensor
 
     if isinstance(layer, RaggedLayer):
         store, layer.seen, layer.evicted, extra, layer.device = state
@@ -63,3 +68,12 @@ def put_layer_state(layer: Any, state: Any, copy: bool = True) -> None:
         if not layer.is_initialized:
             layer.lazy_initialization(state[0], state[1])
         layer.keys, layer.values, layer.cumulative_length = own(state[0]), own(state[1]), state[2]
+
+
+def _copied(tensor: torch.Tensor, copies: dict[int, torch.Tensor] | None) -> torch.Tensor:
+    """A copy, the same one for the same tensor where there are `copies`."""
+    if copies is None:
+        return tensor.clone()
+    if id(tensor) not in copies:
+        copies[id(tensor)] = tensor.clone()
+    return copies[id(tensor)]

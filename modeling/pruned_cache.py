@@ -17,7 +17,7 @@ A policy subclasses this and gives one method, `score`, which looks at keys and 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from .layer_state import CacheSnapshot, all_tensors, copy_layer_state, put_layer
 from .new_token_padding import new_tokens_valid
 from .prunable_models import attention_types, refuse_unsupported, text_config
 from .ragged_attention import ragged_attention
+from .ragged_decode import decode_attention
 from .ragged_layer import RaggedLayer
 from .received_attention import NO_COLUMN
 from .resting_pairs import QUANTIZATIONS, Quantization
@@ -148,6 +149,7 @@ class PrunedCache(Cache):
         # What the layers of one forward pass share.
         self._mask_memo: tuple[Any, torch.Tensor | None] | None = None
         self._positions_memo: tuple[Any, torch.Tensor] | None = None
+        self._shared: dict[Hashable, tuple[tuple[Any, ...], torch.Tensor]] = {}
         super().__init__(layers=self._make_layers())
 
     # -- the policy -------------------------------------------------------------------------------------------------
@@ -225,27 +227,26 @@ class PrunedCache(Cache):
         """Attention of one layer's new tokens over what is kept and themselves; then eviction where it is due."""
         refuse_unsupported(call)
         batch, _, n, _ = call.keys.shape
-        first_layer, last_layer = self._ends()
-        if layer.store.pairs.keys.dtype != call.keys.dtype:
+        if layer.store.dtype != call.keys.dtype:
             raise ValueError(
-                f"The cache holds {layer.store.pairs.keys.dtype} and the model computes in {call.keys.dtype}: use the "
+                f"The cache holds {layer.store.dtype} and the model computes in {call.keys.dtype}: use the "
                 "model in the dtype the context was read in."
             )
-        if layer is first_layer and self._recording and not self._held:
+        if layer.is_first and layer.record_past and not self._held:
             self._evict_when_due(layer)  # what is still here at the next pass has been accepted
         layer.device = call.keys.device
         layer.wake()
         valid = self._validity(call.mask, batch, n)
         positions = self._rotary_positions(layer, call.position_ids, valid, batch, n)
         prefill = n > 1
-        holding = self._held or self._recording
-        if prefill and layer is first_layer and not holding:
+        holding = self._held or layer.record_past
+        if prefill and layer.is_first and not holding:
             self._set_row_budgets(_added(layer.store.real_tokens, valid, n))
             self._budgets_settled = True
         first_column, layer.seen = layer.seen, layer.seen + n
         with torch.no_grad():
-            keys, values = call.keys.detach(), call.values.detach()
-            queries = _queries(call, valid, first_column) if self.watches_queries else None
+            keys, values = call.keys, call.values
+            queries = self._queries(call, valid, first_column) if self.watches_queries else None
             if first_column == 0:
                 output = call.stock(call.keys, call.values, call.mask)
                 evicting = prefill and not holding and self._over_budget(_added(layer.store.real_tokens, valid, n))
@@ -262,11 +263,11 @@ class PrunedCache(Cache):
                     self.watch(layer, queries)
                 if prefill and not holding and self._over_budget(layer.store.real_tokens):
                     self._evict(layer)
-            if layer is last_layer and not prefill and not holding:
+            if layer.is_last and not prefill and not holding:
                 self._evict_when_due(layer)
         layer.rest()
-        if layer is last_layer:
-            self._mask_memo = self._positions_memo = None
+        if layer.is_last:
+            self._forget_pass()
         return output
 
     def _attend_stored(
@@ -279,6 +280,9 @@ class PrunedCache(Cache):
                 return call.stock(*store.dense(), call.mask)
             if n == 1 and layer.window is None:
                 return call.stock(*store.dense(), None)
+        if n == 1 and layer.window is None and valid is None:
+            pairs = store.stored
+            return decode_attention(call.query, pairs.keys, pairs.values, store.plan, call.scaling), None
         columns = torch.arange(first_column, first_column + n, device=call.query.device, dtype=torch.int32)
         return (
             ragged_attention(call.query, store.pairs, call.scaling, columns, layer.window, tail=valid is None),
@@ -306,9 +310,43 @@ class PrunedCache(Cache):
                 copied = position_ids.detach().to(layer.device, torch.int64, copy=True).expand(batch, n)
                 self._positions_memo = known = (position_ids, copied)
             return known[1]
-        before = torch.tensor(layer.store.real_tokens, device=layer.device)[:, None]
-        steps = torch.arange(n, device=layer.device).expand(batch, n) if valid is None else valid.cumsum(1) - 1
-        return (before + steps).clamp(min=0)
+        device, real_tokens = layer.device, layer.store.real_tokens
+
+        def counted() -> torch.Tensor:
+            before = torch.tensor(real_tokens, device=device)[:, None]
+            steps = torch.arange(n, device=device).expand(batch, n) if valid is None else valid.cumsum(1) - 1
+            return (before + steps).clamp(min=0)
+
+        return self.once(("positions", tuple(real_tokens), n, device), counted, valid)
+
+    def _queries(self, call: AttentionCall, valid: torch.Tensor | None, first_column: int) -> Queries:
+        batch, _, n, _ = call.query.shape
+        device = call.query.device
+
+        def counted() -> torch.Tensor:
+            columns = torch.arange(first_column, first_column + n, device=device).repeat(batch, 1)
+            return columns if valid is None else columns.masked_fill_(~valid, NO_COLUMN)
+
+        columns = self.once(("columns", first_column, n, device), counted, valid)
+        return Queries(call.query.detach(), columns, call.scaling, valid is not None)
+
+    def once(self, name: Hashable, make: Callable[[], torch.Tensor], *sources: Any) -> torch.Tensor:
+        """What `make` gives, computed once for all layers of a forward pass: it must not be changed in place.
+
+        Args:
+            name: of the thing, with the numbers it depends on.
+            make: computes it.
+            sources: objects it depends on; a layer that has others gets its own.
+        """
+        known = self._shared.get(name)
+        if known is None or any(a is not b for a, b in zip(known[0], sources, strict=True)):
+            self._shared[name] = known = (sources, make())
+        return known[1]
+
+    def _forget_pass(self) -> None:
+        """Drop what the layers of one forward pass share."""
+        self._mask_memo = self._positions_memo = None
+        self._shared = {}
 
     # -- eviction ---------------------------------------------------------------------------------------------------
 
@@ -397,7 +435,7 @@ class PrunedCache(Cache):
         """Free places to leave each head when its layer has to grow for n more tokens."""
         if layer.evicted:
             return self.eviction_interval
-        return max(self.eviction_interval, (layer.store.pairs.max_length + n) // 8)
+        return max(self.eviction_interval, (layer.store.longest + n) // 8)
 
     def _set_row_budgets(self, real_tokens: list[int]) -> None:
         if self.budget is not None:
@@ -517,12 +555,9 @@ class PrunedCache(Cache):
         store = layer.store
         if store.pending_tokens() == 0:
             return
-        slots, positions, real = store.pending_slots()
-        keys, values = store.pairs.keys[slots], store.pairs.values[slots]
+        keys, values, positions, real = store.pending_states()
         scores = self._checked_score(TokenStates(layer.layer_idx, keys, values, positions, real, layer.seen))
-        chosen = real[:, None].expand_as(scores)
-        store.scores[slots[chosen]] = scores[chosen]
-        store.settle()
+        store.score_pending(scores)
 
     def score_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which scores are held for a model of `dtype`: float32, but float64 where queries give them in float64."""
@@ -608,7 +643,8 @@ class PrunedCache(Cache):
     def reset(self) -> None:
         """Empty the cache; its settings stay."""
         self.layers = self._make_layers()
-        self._row_budgets = self._mask_memo = self._positions_memo = None
+        self._row_budgets = None
+        self._forget_pass()
         self._held = self._budgets_settled = False
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -617,19 +653,22 @@ class PrunedCache(Cache):
             self._row_budgets = [budget for budget in self._row_budgets for _ in range(repeats)]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        indices = indices.cpu()  # once, not layer by layer
         super().batch_select_indices(indices)
         if self._row_budgets is not None:
             rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
             self._row_budgets = [self._row_budgets[row] for row in rows.tolist()]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        beam_idx = beam_idx.cpu()  # once, not layer by layer
         super().reorder_cache(beam_idx)
         if self._row_budgets is not None:
             self._row_budgets = [self._row_budgets[row] for row in beam_idx.tolist()]
 
     def snapshot(self) -> CacheSnapshot:
         """A copy of the contents, to come back to with `restore`; it takes the bytes of the pairs unquantised."""
-        states = [copy_layer_state(layer) for layer in self.layers]
+        copies: dict[int, torch.Tensor] = {}
+        states = [copy_layer_state(layer, copies) for layer in self.layers]
         return CacheSnapshot(states, self.row_budgets, self._budgets_settled)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
@@ -639,8 +678,9 @@ class PrunedCache(Cache):
                 f"The snapshot has {len(snapshot.layers)} layers, this cache {len(self.layers)}: "
                 "it was taken from another model's cache."
             )
+        copies: dict[int, torch.Tensor] = {}
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
-            put_layer_state(layer, state)
+            put_layer_state(layer, state, copies=copies)
         self._row_budgets = None if snapshot.row_budgets is None else list(snapshot.row_budgets)
         self._budgets_settled = snapshot.budgets_settled
 
@@ -655,10 +695,12 @@ class PrunedCache(Cache):
         # Settings, and a policy's own parameters, are shared: only the contents are copied.
         twin.__dict__.update(self.__dict__)
         memo[id(self)] = twin
-        twin._held, twin._mask_memo, twin._positions_memo = False, None, None
+        twin._held = False
+        twin._forget_pass()
         twin.layers = twin._make_layers()
+        copies: dict[int, torch.Tensor] = {}
         for layer, original in zip(twin.layers, self.layers, strict=True):
-            put_layer_state(layer, copy_layer_state(original), copy=False)
+            put_layer_state(layer, copy_layer_state(original, copies), copy=False)
             layer.record_past = original.record_past
         twin._row_budgets = self.row_budgets
         return twin
@@ -713,15 +755,10 @@ class PrunedCache(Cache):
                 layers.append(WindowLayer(sliding_window=window))
             else:
                 layers.append(RaggedLayer(self, layer_idx, window))
+        pruned = [layer for layer in layers if isinstance(layer, RaggedLayer)]
+        if pruned:
+            pruned[0].is_first = pruned[-1].is_last = True
         return layers
-
-
-def _queries(call: AttentionCall, valid: torch.Tensor | None, first_column: int) -> Queries:
-    batch, _, n, _ = call.query.shape
-    columns = torch.arange(first_column, first_column + n, device=call.query.device).repeat(batch, 1)
-    if valid is not None:
-        columns.masked_fill_(~valid, NO_COLUMN)
-    return Queries(call.query.detach(), columns, call.scaling, valid is not None)
 
 
 def _added(real_tokens: list[int], valid: torch.Tensor | None, n: int) -> list[int]:

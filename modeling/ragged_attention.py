@@ -72,11 +72,15 @@ def ragged_attention(
     """
     if not query.is_cuda:
         return segment_attention(query, pairs, scaling, query_columns, window)
-    dims_match = query.shape[-1] == pairs.values.shape[-1] <= 256 and query.shape[-1] % 8 == 0
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if half and dims_match and window is None and (tail or query.shape[2] == 1):
+    if flash_takes(query, pairs.values) and window is None and (tail or query.shape[2] == 1):
         return varlen_attention(query, pairs, scaling)
     return padded_attention(query, pairs, scaling, query_columns, window)
+
+
+def flash_takes(query: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether torch's flash kernel computes in this dtype and with these dimensions."""
+    dims_match = query.shape[-1] == values.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    return dims_match and query.dtype in (torch.float16, torch.bfloat16)
 
 
 def reference_attention(
@@ -187,21 +191,52 @@ def varlen_attention(query: torch.Tensor, pairs: RaggedPairs, scaling: float) ->
     packed = query.view(batch, pairs.heads, group, q, dim).transpose(2, 3).reshape(segments * q, group, dim)
     query_offsets = torch.arange(0, segments * q + 1, q, dtype=torch.int32, device=query.device)
     end = pairs.starts.new_full((1,), pairs.keys.shape[0])
-    output = torch.ops.aten._flash_attention_forward(
+    offsets = torch.cat([pairs.starts, end]).int()
+    output = flash_over_segments(
+        packed, pairs.keys, pairs.values, query_offsets, offsets, q, pairs.max_length, pairs.lengths.int(), scaling
+    )
+    return output.view(batch, pairs.heads, q, group, -1).transpose(1, 2).reshape(batch, q, query_heads, -1)
+
+
+def flash_over_segments(
+    packed: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_offsets: torch.Tensor,
+    offsets: torch.Tensor,
+    q: int,
+    longest: int,
+    lengths: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """The variable-length flash kernel, causal from the lower right.
+
+    Args:
+        packed: `(segments * q, query heads a key-value head, head dim)`.
+        keys, values: buffers, `(slots, dim)`.
+        query_offsets, offsets: `(segments + 1,)`, int32: where each segment's queries and slots begin, and their ends.
+        q: queries of each segment.
+        longest: pairs of the longest segment.
+        lengths: `(segments,)`, int32, pairs of each.
+        scaling: factor on query-key products.
+
+    Returns:
+        Like `packed`.
+    """
+    return torch.ops.aten._flash_attention_forward(
         packed,
-        pairs.keys[:, None],
-        pairs.values[:, None],
+        keys[:, None],
+        values[:, None],
         query_offsets,
-        torch.cat([pairs.starts, end]).int(),
+        offsets,
         q,
-        pairs.max_length,
+        longest,
         0.0,
         q > 1,
         False,
         scale=scaling,
-        seqused_k=pairs.lengths.int(),
+        seqused_k=lengths,
     )[0]
-    return output.view(batch, pairs.heads, q, group, -1).transpose(1, 2).reshape(batch, q, query_heads, -1)
 
 
 def _visible(columns: torch.Tensor, query_columns: torch.Tensor, window: int | None) -> torch.Tensor:

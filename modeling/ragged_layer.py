@@ -41,6 +41,8 @@ class RaggedLayer(CacheLayerMixin):
         self.asleep = False
         # transformers' flag: tokens may be rolled back, so eviction waits until they are known to stay.
         self.record_past = False
+        # Of the pruned layers; a forward pass begins with the one and ends with the other.
+        self.is_first = self.is_last = False
 
     @property
     def cache(self) -> "PrunedCache":
@@ -113,11 +115,13 @@ class RaggedLayer(CacheLayerMixin):
     def candidates(self, sink_tokens: int, recent_tokens: list[int]) -> Candidates:
         """The pairs held, all scored, with the sinks and each row's newest `recent_tokens` marked as protected."""
         store = self.store
-        segment, filled = store.slot_owners()
-        row = segment // store.heads
-        newest = torch.tensor(store.real_tokens, device=row.device) - torch.tensor(recent_tokens, device=row.device)
-        protected = (store.places < sink_tokens) | (store.places >= newest[row])
-        scores = store.scores.masked_fill(protected, math.inf).masked_fill_(~filled, -math.inf)
+        newest = [seen - recent for seen, recent in zip(store.real_tokens, recent_tokens, strict=True)]
+        # A number costs a GPU nothing, a tensor a transfer.
+        bound: int | torch.Tensor = newest[0]
+        if len(set(newest)) > 1:
+            bound = torch.tensor(newest, device=store.device)[store.slot_owners()[0] // store.heads]
+        protected = (store.places < sink_tokens) | (store.places >= bound)
+        scores = store.without_spare(store.scores.masked_fill(protected, math.inf), -math.inf)
         columns = store.pairs.columns
         sizes = store.capacities.view(store.batch, store.heads).tolist()
         return Candidates(self._within_window(scores, columns), columns, store.row_slots(), sizes)

@@ -1,8 +1,10 @@
 """Storage of one layer's kept pairs: flat buffers, a length for every row and key-value head.
 
 A pair costs `2 * head dim` numbers in the model's dtype plus 12 bytes (its column, its place and its score).
-Each segment has some spare slots, so a decode step writes its pair in place: one scatter a layer, no copy, no loop.
-When the spare slots are used up the segments are laid out anew (amortised by growing the spare room with the length).
+Each segment has some spare slots, so a decode step writes its pair in place: one write of keys and one of values a
+layer, no copy, no loop. Columns, places and the device's lengths follow from the host's numbers; they are written up
+for many tokens at once, when something asks for them (`pairs`, `places`). When the spare slots are used up the
+segments are laid out anew (amortised by growing the spare room with the length).
 """
 
 import dataclasses
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .append_plan import AppendPlan
 from .ragged_attention import RaggedPairs
 from .received_attention import NO_COLUMN
 
@@ -43,22 +46,27 @@ class RaggedStore:
     """Kept pairs of one layer.
 
     Attributes:
-        pairs: buffers and lengths (`RaggedPairs`).
+        stored: buffers and lengths as far as they are written up; `pairs` gives them complete.
         scores: `(slots,)`, float32 (or float64), importance; meaningless for pending pairs and spare slots.
-        places: `(slots,)`, int32, each pair's index among its row's real tokens (its column, less the padding before).
+        stored_places: see `places`, likewise.
         capacities: `(batch * heads,)`, int64 on the CPU: slots of each segment.
         real_tokens: tokens seen by each row, padding not counted.
         pending: pieces of the sequence stored since the last eviction.
         layout: changes whenever slots are given out anew, or pending pairs settle.
+        unwritten: newest tokens, none of them padding, whose keys and values alone are written; their columns follow
+            each other from `unwritten_column`.
     """
 
-    pairs: RaggedPairs
+    stored: RaggedPairs
     scores: torch.Tensor
-    places: torch.Tensor
+    stored_places: torch.Tensor
     capacities: torch.Tensor
     real_tokens: list[int]
     pending: list[Pending] = field(default_factory=list)
     layout: int = 0
+    unwritten: int = 0
+    unwritten_column: int = 0
+    _plan: AppendPlan | None = field(default=None, repr=False)
 
     # -- making one -------------------------------------------------------------------------------------------------
 
@@ -95,31 +103,70 @@ class RaggedStore:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     @property
+    def pairs(self) -> RaggedPairs:
+        """Buffers and lengths, complete."""
+        self._write_up()
+        return self.stored
+
+    @pairs.setter
+    def pairs(self, pairs: RaggedPairs) -> None:
+        self.stored, self._plan = pairs, None
+
+    @property
+    def places(self) -> torch.Tensor:
+        """`(slots,)`, int32, each pair's index among its row's real tokens (its column, less the padding before)."""
+        self._write_up()
+        return self.stored_places
+
+    @places.setter
+    def places(self, places: torch.Tensor) -> None:
+        self.stored_places = places
+
+    @property
+    def plan(self) -> AppendPlan:
+        """The layout's numbers, for the host."""
+        if self._plan is None:
+            self._plan = AppendPlan(self.pairs, self.capacities)
+        return self._plan
+
+    @property
     def batch(self) -> int:
-        return self.pairs.batch
+        return self.stored.batch
 
     @property
     def heads(self) -> int:
-        return self.pairs.heads
+        return self.stored.heads
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self.stored.keys.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.scores.device
 
     @property
     def kept(self) -> int:
         """Pairs stored, over rows and heads."""
-        return int(self.pairs.host_lengths.sum())
+        return self.plan.kept
+
+    @property
+    def longest(self) -> int:
+        """Pairs of the longest segment."""
+        return self.plan.longest
 
     @property
     def uniform_length(self) -> int | None:
         """The common length of all segments, if they are all as long and evenly laid out."""
-        lengths, capacities = self.pairs.host_lengths, self.capacities
-        if bool((lengths == lengths[0]).all()) and bool((capacities == capacities[0]).all()):
-            return int(lengths[0])
-        return None
+        plan = self.plan
+        return None if plan.capacity is None else plan.longest
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of keys and values as `(batch, heads, length, dim)`; only where `uniform_length` is not None."""
-        shape = (self.batch, self.heads, int(self.capacities[0]), -1)
-        length = int(self.pairs.host_lengths[0])
-        return self.pairs.keys.view(shape)[:, :, :length], self.pairs.values.view(shape)[:, :, :length]
+        plan = self.plan
+        keys, values = plan.rectangles(self.stored.keys, self.stored.values)
+        return keys.narrow(2, 0, plan.longest), values.narrow(2, 0, plan.longest)
 
     def rectangle(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """All pairs as a rectangle, its length that of the longest segment.
@@ -151,6 +198,14 @@ class RaggedStore:
         ends = (pairs.starts + pairs.lengths)[segment]
         return segment, torch.arange(slots, device=ends.device) < ends
 
+    def without_spare(self, marks: torch.Tensor, mark: float) -> torch.Tensor:
+        """`marks` `(slots,)`, with `mark` at slots that hold no pair; changed in place."""
+        plan = self.plan
+        if plan.capacity is None:
+            return marks.masked_fill_(~self.filled(), mark)
+        marks.view(-1, plan.capacity)[:, plan.longest :] = mark
+        return marks
+
     def row_slots(self) -> list[tuple[int, int]]:
         """First slot and end slot of each row: a row's segments lie side by side."""
         ends = self.capacities.view(self.batch, self.heads).sum(1).cumsum(0).tolist()
@@ -158,9 +213,9 @@ class RaggedStore:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor the store holds."""
-        pairs = self.pairs
+        pairs = self.stored
         held = [pairs.keys, pairs.values, pairs.columns, pairs.starts, pairs.lengths, pairs.host_lengths]
-        held += [self.scores, self.places, self.capacities]
+        held += [self.scores, self.stored_places, self.capacities, *self.plan.tensors()]
         for piece in self.pending:
             held += [piece.positions] if piece.valid is None else [piece.positions, piece.valid]
         return held
@@ -187,37 +242,95 @@ class RaggedStore:
         """
         if self.scores.is_inference() and not torch.is_inference_mode_enabled():
             self._replace_by(self.clone())  # prefilled in inference mode, whose tensors cannot be written to outside
+        if valid is not None:
+            self._append_padded(keys, values, first_column, positions, valid, spare)
+            return
+        n = keys.shape[2]
+        if self.plan.free < n:
+            self.grow(self.pairs.host_lengths + (n + spare))
+        plan = self.plan
+        if plan.capacity is not None:
+            for buffer, states in zip(
+                plan.rectangles(self.stored.keys, self.stored.values), (keys, values), strict=True
+            ):
+                buffer.narrow(2, plan.longest, n).copy_(states)
+        else:
+            slots = plan.slots_ahead(n)
+            slots = slots[0] if n == 1 else slots.t().reshape(-1)
+            self.stored.keys.index_copy_(0, slots, keys.reshape(-1, keys.shape[-1]))
+            self.stored.values.index_copy_(0, slots, values.reshape(-1, values.shape[-1]))
+        if self.unwritten == 0:
+            self.unwritten_column = first_column
+        plan.used += n
+        self.unwritten += n
+        self._note_tokens(positions, None, [n] * self.batch)
+
+    def _append_padded(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        first_column: int,
+        positions: torch.Tensor,
+        valid: torch.Tensor,
+        spare: int,
+    ) -> None:
+        """`append` where rows take different numbers of tokens."""
         batch, heads, n, _ = keys.shape
         device = keys.device
-        before: int | torch.Tensor = self.real_tokens[0]
-        if len(set(self.real_tokens)) > 1:  # a number costs a GPU nothing, a tensor a transfer every step
-            before = torch.tensor(self.real_tokens, dtype=torch.int32, device=device)[:, None]
+        before = self._tokens_before()
         columns = torch.arange(first_column, first_column + n, device=device, dtype=torch.int32)
-        if valid is None:
-            added = torch.full((batch,), n)
-            ranks = torch.arange(n, device=device).expand(batch, n)
-        else:
-            added = valid.sum(1).cpu()
-            ranks = valid.cumsum(1) - 1
-        self._note_tokens(positions, valid, added)
+        added = valid.sum(1).cpu()
+        ranks = valid.cumsum(1) - 1
+        pairs = self.pairs  # what came before is written up while `real_tokens` is still theirs
+        self._note_tokens(positions, valid, added.tolist())
         added = added.repeat_interleave(heads)
-        if bool((self.pairs.host_lengths + added > self.capacities).any()):
-            self.grow(self.pairs.host_lengths + added + spare)
-        pairs = self.pairs
+        if bool((pairs.host_lengths + added > self.capacities).any()):
+            self.grow(pairs.host_lengths + added + spare)
+            pairs = self.pairs
         slots = (pairs.starts + pairs.lengths).view(batch, heads, 1) + ranks[:, None, :]
-        flat_keys, flat_values = keys.reshape(-1, keys.shape[-1]), values.reshape(-1, values.shape[-1])
-        slots, columns = slots.reshape(-1), columns.expand(batch, heads, n).reshape(-1)
         places = (before + ranks.int())[:, None].expand(batch, heads, n).reshape(-1)
-        if valid is not None:
-            chosen = valid[:, None].expand(batch, heads, n).reshape(-1).nonzero()[:, 0]
-            flat_keys, flat_values = flat_keys[chosen], flat_values[chosen]
-            slots, columns, places = slots[chosen], columns[chosen], places[chosen]
-        pairs.keys.index_copy_(0, slots, flat_keys)
-        pairs.values.index_copy_(0, slots, flat_values)
+        chosen = valid[:, None].expand(batch, heads, n).reshape(-1).nonzero()[:, 0]
+        slots, columns = slots.reshape(-1)[chosen], columns.expand(batch, heads, n).reshape(-1)[chosen]
+        pairs.keys.index_copy_(0, slots, keys.reshape(-1, keys.shape[-1])[chosen])
+        pairs.values.index_copy_(0, slots, values.reshape(-1, values.shape[-1])[chosen])
         pairs.columns.index_copy_(0, slots, columns)
-        self.places.index_copy_(0, slots, places)
-        pairs.host_lengths += added
-        pairs.lengths += n if valid is None else added.to(device)
+        self.places.index_copy_(0, slots, places[chosen])
+        self.pairs = dataclasses.replace(
+            pairs, host_lengths=pairs.host_lengths + added, lengths=pairs.lengths + added.to(device)
+        )
+
+    def _tokens_before(self) -> "int | torch.Tensor":
+        """Real tokens of each row so far: a number, which costs a GPU nothing, or `(batch, 1)`, int32."""
+        if len(set(self.real_tokens)) == 1:
+            return self.real_tokens[0]
+        return torch.tensor(self.real_tokens, dtype=torch.int32, device=self.device)[:, None]
+
+    def _write_up(self) -> None:
+        """Write columns, places and lengths of the tokens that have none yet."""
+        n, self.unwritten = self.unwritten, 0
+        if n == 0:
+            return
+        pairs, places, batch, heads = self.stored, self.stored_places, self.batch, self.heads
+        columns = pairs.columns
+        if columns.is_inference() and not torch.is_inference_mode_enabled():
+            columns, places = columns.clone(), places.clone()
+        steps = torch.arange(n, device=columns.device, dtype=torch.int32)
+        first = self.unwritten_column
+        new_places = (self._tokens_before() - n + steps).expand(batch, n)[:, None].expand(batch, heads, n)
+        new_columns = (first + steps).expand(batch, heads, n)
+        sizes, lengths = self.capacities.tolist(), pairs.host_lengths.tolist()
+        if len(set(sizes)) == len(set(lengths)) == 1:
+            for buffer, new in ((columns, new_columns), (places, new_places)):
+                buffer.view(batch, heads, sizes[0]).narrow(2, lengths[0], n).copy_(new)
+        else:
+            slots = ((pairs.starts + pairs.lengths)[:, None] + steps).view(-1)
+            columns.index_copy_(0, slots, new_columns.reshape(-1))
+            places.index_copy_(0, slots, new_places.reshape(-1))
+        # The plan has counted them already, and stays.
+        self.stored_places = places
+        self.stored = dataclasses.replace(
+            pairs, columns=columns, lengths=pairs.lengths + n, host_lengths=pairs.host_lengths + n
+        )
 
     def fill(
         self,
@@ -241,10 +354,9 @@ class RaggedStore:
         """
         batch, _, n, _ = keys.shape
         added = torch.full((batch,), n) if valid is None else valid.sum(1).cpu()
-        before = torch.tensor(self.real_tokens, device=keys.device)[:, None]
         ranks = torch.arange(n, device=keys.device).expand(batch, n) if valid is None else valid.cumsum(1) - 1
-        places = (before + ranks).int()
-        self._note_tokens(positions, valid, added)
+        places = (self._tokens_before() + ranks).int()
+        self._note_tokens(positions, valid, added.tolist())
         self.pending.clear()
         lengths = keep.sum(-1).view(-1)
         host_lengths = lengths.cpu()
@@ -292,6 +404,7 @@ class RaggedStore:
 
         The buffers are the caller's to fill.
         """
+        self._write_up()
         host_starts = capacities.cumsum(0) - capacities
         starts, total = host_starts.to(lengths.device), int(host_lengths.sum())
         shift = starts - (lengths.cumsum(0) - lengths)
@@ -308,35 +421,50 @@ class RaggedStore:
         device = self.pairs.keys.device
         host_rows = rows.cpu()
         rows = rows.to(device)
+        old, sizes = self.pairs, self.capacities.tolist()
         segments = (host_rows[:, None] * self.heads + torch.arange(self.heads)).view(-1)
-        capacities, old_starts = self.capacities[segments], self.pairs.starts.cpu()[segments]
-        total = int(capacities.sum())
+        capacities, old_starts = self.capacities[segments], (self.capacities.cumsum(0) - self.capacities)[segments]
         starts = capacities.cumsum(0) - capacities
-        owner = torch.repeat_interleave(torch.arange(len(segments)), capacities, output_size=total)
-        source = (old_starts[owner] + torch.arange(total) - starts[owner]).to(device)
-        old = self.pairs
+        if len(set(sizes)) == 1:  # rows of a rectangle
+
+            def moved(buffer: torch.Tensor) -> torch.Tensor:
+                return buffer.view(old.batch, -1, *buffer.shape[1:])[rows].flatten(0, 1)
+
+        else:
+            total = int(capacities.sum())
+            owner = torch.repeat_interleave(torch.arange(len(segments)), capacities, output_size=total)
+            source = (old_starts[owner] + torch.arange(total) - starts[owner]).to(device)
+
+            def moved(buffer: torch.Tensor) -> torch.Tensor:
+                return buffer[source]
+
         host_lengths = old.host_lengths[segments]
         self.pairs = RaggedPairs(
-            keys=old.keys[source],
-            values=old.values[source],
-            columns=old.columns[source],
+            keys=moved(old.keys),
+            values=moved(old.values),
+            columns=moved(old.columns),
             starts=starts.to(device),
             lengths=host_lengths.to(device, copy=True),
             host_lengths=host_lengths,
             batch=len(host_rows),
             heads=old.heads,
         )
-        self.scores, self.places, self.capacities = self.scores[source], self.places[source], capacities
+        self.scores, self.places, self.capacities = moved(self.scores), moved(self.places), capacities
         self.layout += 1
         self.real_tokens = [self.real_tokens[row] for row in host_rows.tolist()]
         self.pending = [piece.select(rows) for piece in self.pending]
 
     def crop(self, end_column: int, n: int) -> None:
         """Forget the last n tokens, all of them pending: those from column `end_column` on."""
-        segment, filled = self.slot_owners()
-        stay = segment[filled & (self.pairs.columns < end_column)]
-        host_lengths = torch.bincount(stay, minlength=self.batch * self.heads).cpu()
-        self.pairs.host_lengths, self.pairs.lengths = host_lengths, host_lengths.to(segment.device, copy=True)
+        if self._plan is not None and n <= self.unwritten:  # nobody but the host has counted them
+            self._plan.used -= n
+            self.unwritten -= n
+        else:
+            segment, filled = self.slot_owners()
+            stay = segment[filled & (self.pairs.columns < end_column)]
+            host_lengths = torch.bincount(stay, minlength=self.batch * self.heads).cpu()
+            lengths = host_lengths.to(segment.device, copy=True)
+            self.pairs = dataclasses.replace(self.stored, host_lengths=host_lengths, lengths=lengths)
         while n > 0:
             piece = self.pending.pop()
             dropped = min(n, piece.positions.shape[1])
@@ -348,8 +476,8 @@ class RaggedStore:
                 self.pending.append(piece.drop_last(dropped))
             n -= dropped
 
-    def _note_tokens(self, positions: torch.Tensor, valid: torch.Tensor | None, added: torch.Tensor) -> None:
-        self.real_tokens = [a + b for a, b in zip(self.real_tokens, added.tolist(), strict=True)]
+    def _note_tokens(self, positions: torch.Tensor, valid: torch.Tensor | None, added: list[int]) -> None:
+        self.real_tokens = [a + b for a, b in zip(self.real_tokens, added, strict=True)]
         self.pending.append(Pending(positions, valid))
         if len(self.pending) > MOST_PIECES:
             self.pending = [_joined(self.pending)]
@@ -386,6 +514,34 @@ class RaggedStore:
             first = pairs.lengths.view(self.batch, self.heads, 1) - counts.view(-1, 1, 1)
         slots = pairs.starts.view(self.batch, self.heads, 1) + first + torch.arange(m, device=first.device)
         return slots.clamp(0, max(int(self.capacities.sum()) - 1, 0)), positions, real
+
+    def pending_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What the pending tokens' pairs are, rectangular.
+
+        Returns:
+            keys and values `(batch, heads, m, dim)` (views where segments are even), rotary positions `(batch, m)`,
+            and `(batch, m)` bool telling real entries from filling, or None when all are real.
+        """
+        if self.plan.capacity is not None and all(piece.valid is None for piece in self.pending):
+            positions = _joined(self.pending).positions
+            keys, values = (states[:, :, self.longest - positions.shape[1] :] for states in self.dense())
+            return keys, values, positions, None
+        slots, positions, valid = self.pending_slots()
+        real = None if all(piece.valid is None for piece in self.pending) else valid
+        return self.stored.keys[slots], self.stored.values[slots], positions, real
+
+    def score_pending(self, scores: torch.Tensor) -> None:
+        """Give the pending pairs their scores `(batch, heads, m)`, in the order of `pending_states`."""
+        capacity, m = self.plan.capacity, scores.shape[2]
+        if any(piece.valid is not None for piece in self.pending):
+            slots, _, real = self.pending_slots()
+            chosen = real[:, None].expand_as(scores)
+            self.scores[slots[chosen]] = scores[chosen]
+        elif capacity is not None:
+            self.scores.view(self.batch, self.heads, capacity).narrow(2, self.longest - m, m).copy_(scores)
+        else:
+            self.scores.index_copy_(0, self.pending_slots()[0].reshape(-1), scores.reshape(-1))
+        self.settle()
 
     def settle(self) -> None:
         """Pending pairs have been scored and are like the others now."""
