@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
@@ -41,5 +42,24 @@ def mask_arguments(function: Callable[..., Any], cache: Any) -> dict[str, Any]:
     return {name: cache}
 
 
+def name_attention(config: PreTrainedConfig, name: str) -> None:
+    """`config._attn_implementation = name`, which a cache does twice a layer and token.
+
+    The setter of transformers goes through a configuration's checks, tens of microseconds; where it would do no more
+    than note the name, the name is noted.
+    """
+    if "_attn_implementation_internal" in config.__dict__ and not config.sub_configs:
+        config.__dict__["_attn_implementation_internal"] = name
+    else:
+        config._attn_implementation = name
+
+
 # The field of a model's output that holds the cache.
 CACHE_FIELD = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def rename_cache(model_kwargs: dict[str, Any]) -> None:
+    """Put the cache that `generate` was given, by either of its names, where this release looks for it."""
+    for name in ("cache", "past_key_values"):
+        if name != CACHE_FIELD and model_kwargs.get(name) is not None:
+            model_kwargs[CACHE_FIELD] = model_kwargs.pop(name)

@@ -48,6 +48,12 @@ class DARConfig(RemoteCodeConfig, GPTNeoXConfig):
     }
     adapter_targets: ClassVar[tuple[str, ...]] = ("query_key_value", "bottleneck_down", "bottleneck_up")
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
+    # A split head needs an embedding split alike where the two are tied. transformers before GPT-NeoX's own plan names
+    # it (5.17, say) takes the embedding of every model to be called `embed_tokens`.
+    base_model_tp_plan: ClassVar[dict[str, str]] = {
+        **GPTNeoXConfig.base_model_tp_plan,
+        "embed_in": "embedding_rowwise",
+    }
 
     window_size: int | None = 128
     bottleneck_size: int | None = None
@@ -61,6 +67,7 @@ class DARConfig(RemoteCodeConfig, GPTNeoXConfig):
         if self.bottleneck_size is None:
             self.bottleneck_size = max(1, self.hidden_size // 4)
         super().__post_init__(**kwargs)
+        (vars(self).get("base_model_tp_plan") or {}).pop("embed_tokens", None)  # those releases' rule
         self.check()
 
     def check(self) -> None:

@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_dar import DARConfig
 from .cache_dar import DARCache, DARCacheLayer
 from .checkpointed_cache import cache_for_pass
-from .compat import CACHE_FIELD, mask_arguments
+from .compat import CACHE_FIELD, mask_arguments, rename_cache
 from .dar_attention import FarPairs, dar_attention, projected_dar_attention, projects_itself
 from .dar_cached_attention import FarAngles, cached_dar_attention, dense_cached_attention
 from .dar_decode_kernel import fused_step, step_kernel_available
@@ -420,9 +420,8 @@ class DARForCausalLM(DARPreTrainedModel, NextTokenLoss, GenerationMixin):
         max_cache_length: int,
     ) -> Any:
         """Let `generate` make a `DARCache` where it would make a cache of keys and values."""
-        given = next(
-            (model_kwargs[name] for name in ("cache", "past_key_values") if model_kwargs.get(name) is not None), None
-        )
+        rename_cache(model_kwargs)
+        given = model_kwargs.get(CACHE_FIELD)
         chosen = generation_config.cache_implementation
         room = getattr(given, "max_tokens", None)
         if room is not None and room < max_cache_length:

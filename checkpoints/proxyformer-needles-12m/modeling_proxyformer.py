@@ -20,7 +20,7 @@ from .configuration_proxyformer import ProxyFormerConfig
 from .cache_proxy import ProxyCache
 from .checkpointed_cache import cache_for_pass
 from .chunked_loss import IGNORED
-from .compat import CACHE_FIELD, mask_arguments
+from .compat import CACHE_FIELD, mask_arguments, rename_cache
 from .next_token_loss import NextTokenLoss
 from .proxy_generation import ProxyFormerLayer
 from .proxy_grid import Grid, input_columns
@@ -402,13 +402,10 @@ class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, NextTokenLoss, Generati
         max_cache_length: int,
     ) -> Any:
         """Let `generate` make a `ProxyCache` where it would make a cache of keys and values."""
-        given = [model_kwargs.get(name) for name in ("cache", "past_key_values")]
+        rename_cache(model_kwargs)
+        given = model_kwargs.get(CACHE_FIELD)
         chosen = generation_config.cache_implementation
-        if (
-            self.config.has_proxies
-            and all(cache is None for cache in given)
-            and generation_config.use_cache is not False
-        ):
+        if self.config.has_proxies and given is None and generation_config.use_cache is not False:
             if chosen not in (None, "dynamic"):
                 raise ValueError(
                     f"cache_implementation={chosen!r} holds keys and values of all tokens, which a ProxyFormer does "

@@ -34,7 +34,7 @@ class NextTokenLoss:
         divisor = self._divisor(targets, num_items)
         # FSDP2's hooks count the calls of a group's modules, and torch < 2.13 takes a second call of one in a pass for
         # another pass: the head is called once, for nothing, and its weight, which is gathered by now, used directly.
-        seen = self.lm_head(hidden[:1] * 0.0).sum() if _is_sharded(self.lm_head) else 0.0
+        seen = self.lm_head(hidden[:1] * 0.0).sum() * 0.0 if _is_sharded(self.lm_head) else 0.0
         loss = self._sum_of_losses(hidden, targets) / divisor + seen
         weight = self._auxiliary_weight()
         if middle is not None and weight:

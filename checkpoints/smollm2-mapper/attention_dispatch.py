@@ -16,6 +16,7 @@ The function in the registry is named after the stock one it stands for (`nearfa
 ours, should they ever reach it, go to the stock function unchanged.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .compat import name_attention
 
 PREFIX = "nearfar|"
 AttentionOutput = tuple[torch.Tensor, torch.Tensor | None]
@@ -77,17 +80,18 @@ class CacheHandle(torch.Tensor):
     """
 
     owner: Attends
+    states: torch.Tensor
 
     @classmethod
     def wrap(cls, states: torch.Tensor, owner: Attends) -> "CacheHandle":
-        handle = states.detach().as_subclass(cls)
-        handle.owner = owner
+        states = states.detach() if states.requires_grad else states
+        handle = states.as_subclass(cls)
+        handle.owner, handle.states = owner, states
         return handle
 
     def unwrap(self) -> torch.Tensor:
         """The new tokens' states as an ordinary tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor)
+        return self.states
 
     @classmethod
     def __torch_function__(
@@ -117,10 +121,11 @@ def take_over(
     """
     current = config._attn_implementation or "eager"
     if not current.startswith(PREFIX):
-        config._attn_implementation = _register(current)
+        name_attention(config, _register(current))
     return CacheHandle.wrap(keys, owner), CacheHandle.wrap(values, owner)
 
 
+@functools.lru_cache(maxsize=64)
 def _register(stock_name: str) -> str:
     name = PREFIX + stock_name
     if name not in ALL_ATTENTION_FUNCTIONS:
@@ -135,7 +140,7 @@ def _attention_function(stock_name: str) -> Callable[..., AttentionOutput]:
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
     ) -> AttentionOutput:
         config: Any = module.config
-        config._attn_implementation = stock_name
+        name_attention(config, stock_name)
         if not isinstance(key, CacheHandle):
             return _stock_function(module, stock_name)(module, query, key, value, mask, **kwargs)
         scaling = kwargs.get("scaling")
@@ -155,9 +160,15 @@ def _attention_function(stock_name: str) -> Callable[..., AttentionOutput]:
     return attention
 
 
+@functools.lru_cache(maxsize=64)
+def _scope(forward: Callable) -> dict[str, Any]:
+    """The names of the file that a method comes from."""
+    return inspect.unwrap(forward).__globals__
+
+
 def _stock_function(module: nn.Module, name: str) -> Callable[..., AttentionOutput]:
     """The function the module would have called: its own file's registry and eager function come first."""
-    scope = inspect.unwrap(type(module).forward).__globals__
+    scope = _scope(type(module).forward)
     registry = scope.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
     eager = scope.get("eager_attention_forward")
     if name == "eager" and eager is None:
