@@ -289,8 +289,12 @@ def test_decode_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert held["full", 512] == (512 + 7) * 4 * 16 * 4
     # After the first lengths H2O also holds queries that are not in its sums yet; they are bounded.
     assert held["h2o", 256] == held["h2o", 512] < held["full", 512]
-    for name in ("streaming_llm", "snapkv", "proactive"):
+    for name in ("streaming_llm", "snapkv"):
         assert held[name, 128] == held[name, 256] == held[name, 512] < held["full", 512]
+    # A layer whose heads hold unequal numbers of pairs has a table of the next slots: 64 tokens, 2 heads, 12 bytes.
+    proactive = [held["proactive", tokens] for tokens in (128, 256, 512)]
+    assert max(proactive) - min(proactive) in (0, 64 * 2 * 12, 2 * 64 * 2 * 12)
+    assert max(proactive) < held["full", 512]
     assert "4 times the tokens, 1.00 times the bytes" in shown
     assert decode_scaling.main(["--min-tokens", "64", "--max-tokens", "64", "--budget", "0", *MACHINE]) == 2
     assert "error:" in capsys.readouterr().err
