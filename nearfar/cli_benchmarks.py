@@ -156,7 +156,12 @@ def _benchmark(
     add("--limit", type=cli._positive_int, default=limit, metavar="N", help="samples of each task and length")
     add("--seed", type=int, default=0, help="chooses samples")
     add("--out", default=f"nearfar-{name}", metavar="DIR", help="where the runs go, one JSON for each cache and size")
-    add("--restart", action="store_true", help="throw results that are there away instead of going on from them")
+    add(
+        "--restart",
+        action="store_true",
+        help="throw results that are there away instead of going on from them; with one process only: several would "
+        "throw away each other's",
+    )
     cli.add_machine_arguments(parser)
     return parser
 

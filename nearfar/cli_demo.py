@@ -124,7 +124,8 @@ def _demo(args: argparse.Namespace) -> int:
     if out.exists() and not out.is_dir():
         raise cli.UserError(f"--out {out} is a file; give a folder")
     given = None if args.text is None else load_texts([args.text])[0].text
-    if args.systems is None:
+    asked = args.systems is not None
+    if not asked:
         args.systems = list(SECTIONS) if args.model is None else ["pruned"]
     if args.caches is None:
         args.caches = [*cli.DEMO_CACHES, *(["proxykv"] if all(cli.proxy_sources(args).values()) else [])]
@@ -136,12 +137,14 @@ def _demo(args: argparse.Namespace) -> int:
     demo = Demo(args, out, given, options, device, cli.find_dtype(args, device))
 
     sections: dict[str, Section] = {}
+    missing = False
     for name in args.systems:
         start = time.perf_counter()
         try:
             sections[name] = SECTIONS[name](demo)
         except Skipped as why:
             print(f"\n{name}: skipped, {why}")
+            missing = asked
             continue
         except Exception as error:  # one system's failure must not hide the others
             if args.traceback or len(args.systems) == 1 or name == "pruned":
@@ -152,7 +155,7 @@ def _demo(args: argparse.Namespace) -> int:
         sections[name].seconds = time.perf_counter() - start
         demo.write({name: section.record for name, section in sections.items() if name != "pruned"})
     _print_end(demo, sections)
-    return 1 if any(section.failed for section in sections.values()) else 0
+    return 1 if missing or any(section.failed for section in sections.values()) else 0
 
 
 def _all_caches(args: argparse.Namespace) -> list[str]:

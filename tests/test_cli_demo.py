@@ -87,7 +87,7 @@ def test_all_systems(checkout: Path, text_file: str, tmp_path: Path, capsys: pyt
 def test_without_checkpoints(
     checkout: Path, text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(demo(text_file, tmp_path / "out", "--systems", "proxyformer,dar,images")) == 0
+    assert cli.main(demo(text_file, tmp_path / "out", "--systems", "proxyformer,dar,images")) == 1  # asked for by name
     lines = [line for line in capsys.readouterr().out.splitlines() if line and "cores busy" not in line]
     assert [line.split(":")[0] for line in lines] == ["proxyformer", "dar", "images"]
     assert all("skipped, checkpoints/" in line and "is not there" in line for line in lines)
@@ -101,7 +101,7 @@ def test_a_text_that_is_too_short_for_a_section(
     save(tiny_dar(dtype=torch.float32, **IDS), checkout / cli_demo.KEPT_DAR)
     short = tmp_path / "short.txt"
     short.write_text("Six.", encoding="utf-8")
-    assert cli.main(demo(str(short), tmp_path / "out", "--systems", "proxyformer,dar")) == 0
+    assert cli.main(demo(str(short), tmp_path / "out", "--systems", "proxyformer,dar")) == 1
     shown = capsys.readouterr().out
     assert "proxyformer: skipped, short.txt has 4 tokens, and 600 are needed" in shown
     assert "dar: skipped, short.txt has 4 tokens, and none is beyond" in shown
