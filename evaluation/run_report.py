@@ -213,7 +213,8 @@ def write_report(found: FoundRuns, out: str | Path, *, command: str = "") -> lis
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    return write_beside(path, lambda file: figure.savefig(file, dpi=150, format="png"))
+    # Tight: a legend of long names is wider than the figure.
+    return write_beside(path, lambda file: figure.savefig(file, dpi=150, format="png", bbox_inches="tight"))
 
 
 def _charts(comparison: Comparison) -> Iterator[tuple[str, Callable[[Comparison], Figure]]]:
