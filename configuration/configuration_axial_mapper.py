@@ -7,6 +7,10 @@ from transformers import PreTrainedConfig
 
 from .remote_code import RemoteCodeConfig
 
+ProxyStates = Literal["none", "values", "keys_and_values"]
+# How many vectors of `proxy_state_size` stand beside the column sums.
+STATES = {"none": 0, "values": 1, "keys_and_values": 2}
+
 
 @strict
 class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
@@ -34,6 +38,10 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
         proxy_layers: `"paired"` maps one proxy layer at a time, that of the target layer's depth, as in the paper;
             `"all"` reads all of them at once, `L_s * H_s` channels, and maps them to all target layers: more to judge
             a token by, and one pass of the encoder instead of one for each proxy layer. It needs `layer_queries`.
+        proxy_states: `"none"`, as in the paper, reads the column sums alone. `"values"` also reads the proxy's values
+            of each token, `"keys_and_values"` its keys (as they were before rotary embedding) too: how much attention
+            a token got says little about what it is. It needs `proxy_layers="all"`.
+        proxy_state_size: key-value heads times head dimension of a proxy layer; needed with `proxy_states`.
         layer_queries: a bank of target queries for each target layer. Without it (the paper) target layers that share
             a proxy layer get the same scores. The encoder runs as often either way.
         disabled_stage: for ablations, one of the three stages in the simplest form that keeps the shapes (the paper's
@@ -69,6 +77,8 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
     dropout: float | int = 0.1
     feature_transform: Literal["none", "log"] = "none"
     proxy_layers: Literal["paired", "all"] = "paired"
+    proxy_states: ProxyStates = "none"
+    proxy_state_size: int | None = None
     layer_queries: bool = False
     disabled_stage: Literal["convolutions", "encoder", "heads"] | None = None
     window_tokens: int = 2048
@@ -112,9 +122,14 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
     # --- what follows from the fields --------------------------------------------------------------------------------
 
     @property
+    def layer_channels(self) -> int:
+        """Numbers that the features hold of a token in a proxy layer: column sums first, then its states."""
+        return self.proxy_num_heads + STATES[self.proxy_states] * (self.proxy_state_size or 0)
+
+    @property
     def input_channels(self) -> int:
-        """Column sums of a token that are read at once."""
-        return self.proxy_num_heads * (self.proxy_num_layers if self.proxy_layers == "all" else 1)
+        """Numbers of a token that are read at once."""
+        return self.layer_channels * (self.proxy_num_layers if self.proxy_layers == "all" else 1)
 
     @property
     def scored_layers(self) -> list[int]:
@@ -152,6 +167,16 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
             raise ValueError(
                 'proxy_layers="all" needs layer_queries=True, or all target layers would get the same scores.'
             )
+        if self.proxy_states != "none" and self.proxy_layers != "all":
+            raise ValueError(
+                f'proxy_states={self.proxy_states!r} needs proxy_layers="all": the weights that paired layers share '
+                "cannot read states, whose directions mean something else in each layer."
+            )
+        if self.proxy_states != "none" and not (self.proxy_state_size and self.proxy_state_size > 0):
+            raise ValueError(
+                f"proxy_states={self.proxy_states!r} needs proxy_state_size, key-value heads times head dimension of "
+                f"the proxy; got {self.proxy_state_size}."
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}.")
         layers = self.scored_layers
@@ -180,6 +205,8 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
                 continue
             theirs = _proxy_sizes(given) if role == "proxy" else _target_sizes(given)
             mine = {name: getattr(self, name) for name in theirs}
+            if mine.get("proxy_state_size", 0) is None:  # not read, or of an older release
+                mine["proxy_state_size"] = theirs["proxy_state_size"]
             if mine[f"{role}_model_type"] is None:
                 mine[f"{role}_model_type"] = theirs[f"{role}_model_type"]
             if mine != theirs:
@@ -189,6 +216,13 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
                     f"This mapper was made for a {role}{named} with {_words(role, mine)}; the {role} given has "
                     f"{_words(role, theirs)}. Train a mapper for this pair of models with `nearfar train-mapper`."
                 )
+
+
+def state_size(config: PreTrainedConfig) -> int:
+    """Numbers in the values (or keys) of a token in one layer, all key-value heads together."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return heads * head_dim
 
 
 def _decoder_config(role: str, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -209,6 +243,7 @@ def _proxy_sizes(config: PreTrainedConfig) -> dict[str, Any]:
         "proxy_model_type": config.model_type,
         "proxy_num_layers": config.num_hidden_layers,
         "proxy_num_heads": config.num_attention_heads,
+        "proxy_state_size": state_size(config),
     }
 
 
@@ -227,7 +262,7 @@ def _target_sizes(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _words(role: str, sizes: dict[str, Any]) -> str:
     if role == "proxy":
-        heads = f"{sizes['proxy_num_heads']} query heads"
+        heads = f"{sizes['proxy_num_heads']} query heads, values of {sizes['proxy_state_size']} numbers a token"
     else:
         scored = len(sizes["target_layers"])
         heads = (

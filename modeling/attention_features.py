@@ -13,18 +13,20 @@ its keys and values until the last chunk, and the features themselves: `4 · lay
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn import functional as F
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from ..configuration.configuration_axial_mapper import STATES, state_size
 from .attention_dispatch import AttentionCall, AttentionOutput, take_over
 from .attention_features_kernel import summed_attention_kernel, summed_attention_kernel_available
 from .attention_with_lse import statistics_dtype
 from .compat import cache_argument
 from .prunable_models import attention_types, refuse_unsupported, text_config
+from .rotary import KeyRotation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -278,8 +280,9 @@ def proxy_features(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    states: Literal["none", "values", "keys_and_values"] = "none",
 ) -> torch.Tensor:
-    """Read a prompt with a proxy model and return the attention that each token receives.
+    """Read a prompt with a proxy model and return the attention that each token receives, and its states if wanted.
 
     The language-model head does not run, and the proxy's keys and values are let go at the end.
 
@@ -289,16 +292,21 @@ def proxy_features(
         input_ids: `(batch, n)`, int64, on any device.
         attention_mask: `(batch, n)`, 1 for tokens and 0 for padding.
         chunk_tokens: most tokens to read in one pass; the result does not depend on it.
+        states: what follows the column sums of each token: nothing, its values, or its values and then its keys as
+            they were before rotary embedding, each of all key-value heads one after the other.
 
     Returns:
-        `(layers, batch, query heads, n)`, float32 (float64 for a float64 model), on the device of the model's input
-        embedding; 0 for padding.
+        `(layers, batch, query heads + state channels, n)`, float32 (float64 for a float64 model), on the device of the
+        model's input embedding; 0 for padding.
 
     Raises:
         TypeError, ValueError: a model whose attention is not supported or that is in training mode; ids that are not
-            `(batch, n)` with n at least 1; a mask of another shape; a chunk length below 1.
+            `(batch, n)` with n at least 1; a mask of another shape; a chunk length below 1; unknown states, or keys
+            of a model whose rotary embedding is not known.
     """
     _check_prompt(input_ids, attention_mask, chunk_tokens)
+    if states not in STATES:
+        raise ValueError(f"states must be one of {', '.join(STATES)}, got {states!r}.")
     if model.training:
         raise ValueError("Features are read in evaluation mode: call model.eval() first.")
     config = text_config(model)
@@ -311,8 +319,10 @@ def proxy_features(
         positions = (valid.cumsum(1) - 1).clamp(min=0)
     body = model.base_model
     dtype = torch.float64 if model.get_input_embeddings().weight.dtype == torch.float64 else torch.float32
-    shape = (config.num_hidden_layers, batch, config.num_attention_heads, n)
-    reading = _Reading(config, torch.zeros(shape, dtype=dtype, device=device), valid)
+    channels = config.num_attention_heads + STATES[states] * state_size(config)
+    shape = (config.num_hidden_layers, batch, channels, n)
+    rotation = KeyRotation(config) if states == "keys_and_values" else None
+    reading = _Reading(config, torch.zeros(shape, dtype=dtype, device=device), valid, states != "none", rotation)
     cache = Cache(layers=_make_layers(reading))
     for first in range(0, n, chunk_tokens):
         chunk = slice(first, min(first + chunk_tokens, n))
@@ -345,13 +355,34 @@ class _Reading:
 
     Attributes:
         config: the configuration that the model's attention modules hold.
-        features: `(layers, batch, query heads, n)`, filled as the layers attend.
+        features: `(layers, batch, channels, n)`, filled as the layers attend.
         valid: `(batch, n)`, bool, False for padding; None when there is none.
+        with_values: values follow the column sums.
+        rotation: undone in the keys, which follow the values; None without them.
     """
 
     config: PreTrainedConfig
     features: torch.Tensor
     valid: torch.Tensor | None
+    with_values: bool
+    rotation: KeyRotation | None
+
+    def store_states(self, layer: int, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the states of new tokens, `(batch, heads, new, dim)`, the first of them at column `first`, in place."""
+        columns = slice(first, first + values.shape[2])
+        states = [values]
+        if self.rotation is not None:
+            places = torch.arange(columns.start, columns.stop, device=keys.device)[None]
+            if self.valid is not None:
+                places = (self.valid.cumsum(1) - 1).clamp(min=0)[:, columns].to(keys.device)
+            states.append(self.rotation.unrotate(keys, places, layer))
+        start = self.config.num_attention_heads
+        for state in states:
+            flat = state.mT.flatten(1, 2)  # channels of a head together
+            if self.valid is not None:
+                flat = flat * self.valid[:, None, columns].to(flat.device)
+            self.features[layer, :, start : start + flat.shape[1], columns] = flat.to(self.features)
+            start += flat.shape[1]
 
 
 def _make_layers(reading: _Reading) -> list["_ReadingLayer"]:
@@ -385,6 +416,8 @@ class _ReadingLayer(DynamicLayer):
         refuse_unsupported(call)
         n = call.keys.shape[2]
         before = self.seen if self.window is None else min(self.seen, self.window - 1)
+        if self.reading.with_values:
+            self.reading.store_states(self.layer_idx, self.seen, call.keys, call.values)
         keys, values = self._with_past(call.keys, call.values)
         self.seen += n
         columns = slice(self.seen - n - before, self.seen)
@@ -393,7 +426,7 @@ class _ReadingLayer(DynamicLayer):
             valid = valid[:, columns].to(call.query.device)
         out, sums = attention_and_column_sums(call.query, keys, values, call.scaling, valid, self.window)
         features = self.reading.features
-        features[self.layer_idx, :, :, columns] += sums.to(features.device)
+        features[self.layer_idx, :, : sums.shape[1], columns] += sums.to(features.device)
         return out.transpose(1, 2).contiguous(), None
 
     def _with_past(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

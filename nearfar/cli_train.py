@@ -73,6 +73,9 @@ def add_train(commands: Any) -> None:
     add("--pairs-seconds", type=cli._float, default=None, metavar="S",
         help="begin no further pair after S seconds; sources take turns, so that each has its share")  # fmt: skip
     add("--storage", choices=("float16", "float32"), default="float16", help="of pairs on disk")
+    add("--proxy-states", choices=("none", "values", "keys_and_values"), default=None,
+        help="what the mapper reads of the proxy's states beside its attention, and what pairs hold; needs "
+        "--proxy-layers all (default: none, or what --pairs hold already)")  # fmt: skip
 
     add = parser.add_argument_group("mapper").add_argument
     add("--hidden-size", type=cli._positive_int, default=512, metavar="N", help="of the encoder")
@@ -183,6 +186,10 @@ def _check_arguments(args: argparse.Namespace) -> tuple[Path | None, Path]:
         raise cli.UserError(f"--pairs-seconds must be positive, got {args.pairs_seconds}")
     if args.proxy_layers == "all" and not args.layer_queries:
         raise cli.UserError("--proxy-layers all needs --layer-queries: all target layers would get the same scores")
+    if args.proxy_states not in (None, "none") and args.proxy_layers != "all" and not args.pairs_only:
+        raise cli.UserError(
+            f"--proxy-states {args.proxy_states} needs --proxy-layers all: paired layers share their weights"
+        )
     if args.dtype == "float16" and not args.pairs_only:
         raise cli.UserError("--dtype float16: a mapper is trained in float32 or bfloat16")
     if args.crop_tokens < 2:
@@ -202,7 +209,7 @@ def _compute(args: argparse.Namespace, folder: Path, device: Any) -> None:
     from nearfar.training.synthetic_contexts import SYNTHETIC
 
     sources = args.sources or list(PAPER_MIXTURE)
-    settings = PairSettings(chunk_tokens=args.chunk_tokens, storage=args.storage)
+    settings = PairSettings(args.chunk_tokens, args.storage, args.proxy_states or "none")
     proxy_source, target_source = cli.model_source(args.proxy), cli.model_source(args.target)
     tokenizer = cli.load_tokenizer(args.tokenizer or target_source)
     haystack = None
@@ -237,9 +244,11 @@ def _train(args: argparse.Namespace, out: Path, pairs: MapperPairs, options: Any
 
     bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and not cpu)
     options = dataclasses.replace(options, bf16=bf16)
+    states = {} if args.proxy_states is None else {"proxy_states": args.proxy_states}
     mapper = mapper_training.new_mapper(
         pairs,
         args.seed,
+        **states,
         hidden_size=args.hidden_size,
         num_hidden_layers=args.layers,
         num_attention_heads=args.heads,

@@ -6,9 +6,11 @@ import os
 import pytest
 import torch
 from tiny_models import FAMILIES, random_ids, tiny_model
+from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from nearfar.configuration.configuration_axial_mapper import state_size
 from nearfar.modeling import attention_features
 from nearfar.modeling.attention_features import (
     attention_and_column_sums,
@@ -17,6 +19,7 @@ from nearfar.modeling.attention_features import (
     query_summed_attention_reference,
 )
 from nearfar.modeling.attention_features_kernel import summed_attention_kernel
+from nearfar.modeling.rotary import KeyRotation
 
 EXACT = {"atol": 1e-10, "rtol": 0}
 SCALING = 0.3
@@ -200,6 +203,34 @@ def test_features_are_those_of_eager_attention(family, padded, chunk_tokens):
     torch.testing.assert_close(found, eager_sums(model, ids, mask), **EXACT)
     torch.testing.assert_close(found.sum(-1), mask.sum(1)[None, :, None].expand(found.shape[:3]).double(), **EXACT)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [7, 100])
+def test_states_follow_the_column_sums(family, padded, chunk_tokens):
+    """Values, and keys as the projection gives them, before rotary embedding; 0 for padding."""
+    model = tiny_model(family)
+    ids, mask = random_ids(2, 40), torch.ones(2, 40, dtype=torch.long)
+    if padded:
+        mask[1, :9] = 0
+    given = mask if padded else None
+    sums, values, both = (
+        proxy_features(model, ids, given, chunk_tokens, states) for states in ("none", "values", "keys_and_values")
+    )
+    layers, size = model.config.num_hidden_layers, state_size(model.config)
+    assert values.shape == (layers, 2, 4 + size, 40) and both.shape == (layers, 2, 4 + 2 * size, 40)
+    assert torch.equal(values[:, :, :4], sums) and torch.equal(both[:, :, : 4 + size], values)
+    cache = DynamicCache()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        model.base_model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    rotation = KeyRotation(model.config)
+    for layer in range(layers):
+        keys = rotation.unrotate(cache.layers[layer].keys, positions, layer)
+        for first, state in ((4, cache.layers[layer].values), (4 + size, keys)):
+            wanted = state.permute(0, 1, 3, 2).flatten(1, 2) * mask[:, None]
+            torch.testing.assert_close(both[layer, :, first : first + size], wanted, **EXACT)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

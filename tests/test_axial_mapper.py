@@ -42,8 +42,14 @@ def reference(mapper: HybridAxialMapper, row: torch.Tensor, bank: int = 0) -> to
     """Section 4.1 for one row `(H_s, tokens)`, one step after the other."""
     p, config = mapper.state_dict(), mapper.config
     hidden = row
+    if config.proxy_states != "none":
+        layers = row.view(config.proxy_num_layers, -1, row.shape[1])
+        hidden, states = layers[:, : config.proxy_num_heads].flatten(0, 1), layers[:, config.proxy_num_heads :]
     if config.feature_transform == "log":
         hidden = (hidden + LOG_FLOOR).log()
+    if config.proxy_states != "none":
+        mean, variance = (p[f"state_norm.running_{name}"][:, None] for name in ("mean", "var"))
+        hidden = torch.cat([hidden, (states.flatten(0, 1) - mean) / (variance + 1e-5).sqrt()])
     for i in range(2):
         padded = F.pad(hidden, (1, 1))
         weight, bias = p[f"stem.convolutions.{i}.weight"], p[f"stem.convolutions.{i}.bias"]
@@ -122,10 +128,14 @@ def test_encoder_layers_read_memory_in_order(masked: bool) -> None:
     assert len(found) == 4 and all(hidden.is_contiguous() for hidden in found)
 
 
-def test_padding_is_as_if_it_were_not_there() -> None:
+@pytest.mark.parametrize("states", ["none", "values"])
+def test_padding_is_as_if_it_were_not_there(states: str) -> None:
+    options: dict[str, object] = {"dropout": 0.0}
+    if states != "none":
+        options |= {"proxy_layers": "all", "layer_queries": True, "proxy_states": states, "proxy_state_size": 3}
     for training in (False, True):
-        mapper = tiny_mapper(dropout=0.0).train(training)
-        x = features(2, 4, 9)
+        mapper = tiny_mapper(**options).train(training)
+        x = features(2, mapper.config.input_channels, 9)
         mask = torch.ones(2, 9, dtype=torch.bool)
         mask[1, 6:] = False
         x[1, :, 6:] = 1e6
@@ -133,11 +143,12 @@ def test_padding_is_as_if_it_were_not_there() -> None:
             found = mapper(x, mask)
             if not training:
                 assert (found[0] - mapper(x[:1])[0]).abs().max() < 1e-10
-                assert (found[1, :, :6] - mapper(x[1:, :, :6])[0]).abs().max() < 1e-10
+                assert (found[1, ..., :6] - mapper(x[1:, :, :6])[0]).abs().max() < 1e-10
             other = x.clone()
             other[1, :, 6:] = -5.0
-            again = tiny_mapper(dropout=0.0).train(training)(other, mask)
-            assert (found - again)[mask[:, None].expand_as(found)].abs().max() < 1e-10
+            again = tiny_mapper(**options).train(training)(other, mask)
+            seen = mask.view(2, *[1] * (found.ndim - 2), 9).expand_as(found)
+            assert (found - again)[seen].abs().max() < 1e-10
 
 
 def test_statistics_of_training_leave_padding_out() -> None:
@@ -152,6 +163,16 @@ def test_statistics_of_training_leave_padding_out() -> None:
     convolved = mapper.stem.convolutions[0](x * mask[:, None])
     kept = convolved.mT[mask]
     assert (norm.running_mean - (0.9 * before + 0.1 * kept.mean(0))).abs().max() < 1e-10
+
+    mapper = tiny_mapper(
+        proxy_layers="all", layer_queries=True, proxy_states="keys_and_values", proxy_state_size=3
+    ).train()
+    assert mapper.state_norm is not None and mapper.state_norm.weight is None
+    x = features(2, 20, 8)
+    before = mapper.state_norm.running_mean.clone()
+    mapper(x, mask)
+    kept = x.view(2, 2, 10, 8)[:, :, 4:].flatten(1, 2).mT[mask]
+    assert (mapper.state_norm.running_mean - (0.9 * before + 0.1 * kept.mean(0))).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(("tokens", "starts", "length"), [
@@ -190,11 +211,17 @@ def test_predict_averages_overlapping_windows(layer_queries: bool, tokens: int) 
 
 
 @pytest.mark.parametrize("tokens", [5, 31])
-def test_all_proxy_layers_at_once(tokens: int) -> None:
-    """All column sums of a token go in together, and each bank of queries reads the same hidden states."""
-    mapper = tiny_mapper(proxy_layers="all", layer_queries=True)
-    x = features(2, 4, tokens)
-    assert mapper.stem.convolutions[0].in_channels == mapper.config.input_channels == 8
+@pytest.mark.parametrize(("states", "transform", "channels"), [
+    ("none", "none", 4), ("values", "log", 7), ("keys_and_values", "log", 10),
+])  # fmt: skip
+def test_all_proxy_layers_at_once(states: str, transform: str, channels: int, tokens: int) -> None:
+    """All channels of a token go in together, and each bank of queries reads the same hidden states."""
+    mapper = tiny_mapper(
+        proxy_layers="all", layer_queries=True, proxy_states=states, proxy_state_size=3, feature_transform=transform
+    )
+    x = features(2, channels, tokens)
+    x[:, 4:] -= 1.5  # states have both signs
+    assert mapper.stem.convolutions[0].in_channels == mapper.config.input_channels == 2 * channels
     starts, length = window_starts(tokens, 12, 6)
     crops = torch.stack([x.flatten(0, 1)[:, s : s + length] for s in starts])
     with torch.no_grad():
@@ -209,7 +236,7 @@ def test_all_proxy_layers_at_once(tokens: int) -> None:
     for batch in (None, 2):
         predicted = mapper.predict(x, batch_windows=batch, return_logits=True)
         assert (predicted - total / counts).abs().max() < 1e-10
-    with pytest.raises(ValueError, match="8 proxy heads"):
+    with pytest.raises(ValueError, match=f"{2 * channels} channels"):
         mapper(features(1, 4, 5))
 
 
@@ -264,6 +291,8 @@ def test_other_models_are_refused() -> None:
     ({"window_stride": 13}, "window_stride must not exceed"),
     ({"dropout": 1.0}, "dropout must be in"),
     ({"proxy_layers": "all"}, "needs layer_queries=True"),
+    ({"proxy_states": "values", "proxy_state_size": 3}, "values' needs proxy_layers=\"all\""),
+    ({"proxy_states": "values", "proxy_layers": "all", "layer_queries": True}, "needs proxy_state_size.*got None"),
     ({"target_layers": [3, 2]}, "ascending indices"),
     ({"target_layers": [5]}, "below target_num_layers = 5"),
     ({"target_layers": []}, "ascending indices"),
@@ -300,7 +329,7 @@ def test_a_disabled_stage_keeps_the_shapes(stage: str, tmp_path: Path) -> None:
 
 def test_bad_inputs_are_refused() -> None:
     mapper = tiny_mapper()
-    with pytest.raises(ValueError, match=r"4 proxy heads .* got torch.float64 of shape \(1, 3, 5\)"):
+    with pytest.raises(ValueError, match=r"4 channels .* 4 proxy heads; got torch.float64 of shape \(1, 3, 5\)"):
         mapper(features(1, 3, 5))
     with pytest.raises(ValueError, match=r"mask must be of shape \(1, 5\)"):
         mapper(features(1, 4, 5), torch.ones(1, 4))

@@ -20,6 +20,7 @@ from tiny_texts import english, tiny_llama, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from nearfar.evaluation.needles import FACTS
+from nearfar.modeling.attention_features import proxy_features
 from nearfar.modeling.kvzip_scores import RepeatPrompt, reconstruction_scores
 from nearfar.training import mapper_pairs
 from nearfar.training.mapper_pairs import (
@@ -117,6 +118,41 @@ def test_default_features_are_the_column_sums(
     compute_pairs(tmp_path / "b", *models, TOKENIZER, contexts[:1], EXACT)
     a, b = (MapperPairs(tmp_path / name).features(0) for name in ("a", "b"))
     assert np.abs(a - b).max() < 1e-4
+
+
+@pytest.mark.parametrize("states", ["values", "keys_and_values"])
+def test_states_are_stored_beside_the_column_sums(
+    states: str, tmp_path: Path, models: tuple[PreTrainedModel, PreTrainedModel], contexts: list[PairContext]
+) -> None:
+    proxy, target = models
+    settings = PairSettings(chunk_tokens=40, storage="float32", proxy_states=states)  # type: ignore[arg-type]
+    compute_pairs(tmp_path, proxy, target, TOKENIZER, contexts[:2], settings)
+    pairs = MapperPairs(tmp_path)
+    prompt = RepeatPrompt.from_tokenizer(TOKENIZER)
+    channels = 2 + (8 if states == "values" else 16)
+    assert pairs.channels == channels and pairs.mapper_fields["proxy_states"] == states
+    for number, context in enumerate(contexts[:2]):
+        ids = torch.tensor([[*prompt.prefix, *context.ids]])
+        x = proxy_features(proxy, ids, states=states)[:, 0]  # type: ignore[arg-type]
+        assert pairs.features(number).shape == (1, channels, ids.shape[1])
+        assert np.abs(pairs.features(number) - x.numpy()).max() < 1e-4 and bool((x[:, 2:] < 0).any())
+    with pytest.raises(ValueError, match=f"proxy_states='{states}', now it is 'none'"):
+        compute_pairs(tmp_path, proxy, target, TOKENIZER, contexts, EXACT)
+
+
+def test_folders_of_older_releases_are_gone_on_with(
+    tmp_path: Path, models: tuple[PreTrainedModel, PreTrainedModel], contexts: list[PairContext]
+) -> None:
+    """They name neither states nor their size."""
+    compute_pairs(tmp_path, *models, TOKENIZER, contexts[:1], EXACT)
+    path = tmp_path / "index-0.json"
+    index = json.loads(path.read_text())
+    del index["settings"]["proxy_states"], index["mapper"]["proxy_state_size"]
+    path.write_text(json.dumps(index))
+    digest = MapperPairs(tmp_path).digest
+    assert MapperPairs(tmp_path).channels == 2
+    assert compute_pairs(tmp_path, *models, TOKENIZER, contexts[:2], EXACT) == 1
+    assert len(MapperPairs(tmp_path)) == 2 and MapperPairs(tmp_path).digest != digest
 
 
 def test_an_interrupted_run_goes_on(

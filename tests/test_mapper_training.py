@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -279,8 +280,8 @@ def test_an_epoch_shows_every_layer_as_often_as_windows(pairs: MapperPairs, tmp_
 def test_batches_are_padded_and_masked(pairs: MapperPairs) -> None:
     names = [context.tokens for context in pairs.contexts]
     short, long = names.index(20), names.index(70)
-    loss = MapperLoss(scope="context")
-    batch = read_crops(pairs, [(short, 3, 0, 20), (long, 1, 1, 32), (long, 1, 30, 32)], [0, 0, 1, 1], loss)
+    loss, config = MapperLoss(scope="context"), new_mapper(pairs, **SMALL).config
+    batch = read_crops(pairs, [(short, 3, 0, 20), (long, 1, 1, 32), (long, 1, 30, 32)], config, loss)
     assert batch.features.shape == (3, 4, 32) and batch.target.shape == (3, 2, 32)
     assert batch.mask is not None and batch.mask.sum(1).tolist() == [20, 32, 32]
     assert batch.valid.sum(1).tolist() == [17, 30, 32] and not batch.valid[0, :3].any()
@@ -288,21 +289,55 @@ def test_batches_are_padded_and_masked(pairs: MapperPairs) -> None:
     assert np.array_equal(batch.target[1], pairs.scores(long)[1, :, 1:33])
     assert np.array_equal(batch.thresholds[1], pairs.thresholds(long, loss.threshold_ratios))
     assert batch.layers.tolist() == [3, 1, 1]
-    assert read_crops(pairs, [(long, 0, 4, 32)], [0, 0, 1, 1], loss).mask is None
+    assert read_crops(pairs, [(long, 0, 4, 32)], config, loss).mask is None
+
+
+def test_states_are_read_by_mappers_that_want_them(pairs: MapperPairs, tmp_path: Path) -> None:
+    """Pairs that hold states serve mappers with and without; without them the run is that of pairs without states."""
+    folder = tmp_path / "pairs"
+    shutil.copytree(pairs.folder, folder)
+    (path,) = folder.glob("index-*.json")
+    index = json.loads(path.read_text())
+    index["settings"]["proxy_states"], index["mapper"]["proxy_state_size"] = "values", 3
+    path.write_text(json.dumps(index))
+    (file,) = folder.glob("*.features.npy")
+    x = np.load(file)
+    noise = np.random.default_rng(1).normal(size=(2, 3, x.shape[-1])).astype(x.dtype)
+    np.save(file, np.concatenate([x, noise], 1))
+    with_states = MapperPairs(folder)
+    read_all = {"proxy_layers": "all", "layer_queries": True}
+
+    reading = trainer(with_states, tmp_path / "reading", mapper=read_all, epochs=1, epoch_steps=2)
+    assert reading.mapper.config.proxy_states == "values" and reading.mapper.config.input_channels == 14
+    reading.train()
+    assert bool((reading.mapper.state_norm.running_mean != 0).any())
+    best = AutoModel.from_pretrained(tmp_path / "reading" / "model", trust_remote_code=True).eval()
+    assert context_mass_reconstruction(best, with_states, [0])["0.3"]["share"] > 0
+
+    without = trainer(
+        with_states, tmp_path / "a", mapper={**read_all, "proxy_states": "none"}, epochs=1, epoch_steps=2
+    )
+    plain = trainer(pairs, tmp_path / "b", mapper=read_all, epochs=1, epoch_steps=2)
+    without.train(), plain.train()
+    for mine, other in zip(without.mapper.parameters(), plain.mapper.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    with pytest.raises(ValueError, match="proxy_states='values', and the pairs were computed with 'none'"):
+        trainer(pairs, tmp_path / "c", mapper={**read_all, "proxy_states": "values", "proxy_state_size": 3})
 
 
 def test_crops_of_all_layers(pairs: MapperPairs) -> None:
     """Rows of all target layers of a crop, as they would be read one by one; the same from a device."""
     names = [context.tokens for context in pairs.contexts]
     short, long = names.index(20), names.index(70)
-    loss, layer_pairs = MapperLoss(scope="context"), [0, 0, 1, 1]
+    loss, paired = MapperLoss(scope="context"), new_mapper(pairs, **SMALL).config
+    config = new_mapper(pairs, **SMALL, proxy_layers="all", layer_queries=True).config
     crops = [(short, 0, 20), (long, 1, 32)]
     for source in (pairs, ResidentPairs(pairs, torch.device("cpu"))):
-        batch = read_crops(source, [(c, ALL_LAYERS, s, n) for c, s, n in crops], layer_pairs, loss)
+        batch = read_crops(source, [(c, ALL_LAYERS, s, n) for c, s, n in crops], config, loss)
         assert batch.features.shape == (2, 8, 32) and batch.target.shape == (8, 2, 32)
         assert batch.mask is not None and batch.mask.sum(1).tolist() == [20, 32]
         for row, (context, start, length) in enumerate(crops):
-            single = read_crops(pairs, [(context, place, start, length) for place in range(4)], layer_pairs, loss)
+            single = read_crops(pairs, [(context, place, start, length) for place in range(4)], paired, loss)
             rows = slice(4 * row, 4 * row + 4)
             for name in ("target", "valid", "thresholds"):
                 mine = getattr(batch, name)[rows]

@@ -598,9 +598,12 @@ def test_a_cache_made_by_hand():
 # -- the mapper itself ------------------------------------------------------------------------------------------------
 
 
-def test_the_hybrid_axial_mapper_serves():
+@pytest.mark.parametrize("states", ["none", "values", "keys_and_values"])
+def test_the_hybrid_axial_mapper_serves(states):
     proxy, target = tiny_model("llama", seed=7), tiny_model("gemma3")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    if states != "none":
+        sizes |= {"proxy_layers": "all", "layer_queries": True, "proxy_states": states}
     torch.manual_seed(0)
     mapper = nearfar.HybridAxialMapper.for_models(proxy, target, **sizes, window_tokens=16, window_stride=8).eval()
     ids, mask = left_padded([40, 25])
@@ -609,7 +612,7 @@ def test_the_hybrid_axial_mapper_serves():
     drive.feed(ids, mask)
     drive.feed(random_ids(2, 1))
     assert drive.error() < EXACT
-    scores = mapper.predict(proxy_features(proxy, ids[:1])[:, 0])
+    scores = mapper.predict(proxy_features(proxy, ids[:1], states=states)[:, 0])
     columns = [[c for c in head if c < 40] for layer in kept(cache, 0) for head in layer]
     assert columns == [head for layer in expected_columns(scores, budget=16) for head in layer]
     with pytest.raises(ValueError, match="Train a mapper"):

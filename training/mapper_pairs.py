@@ -7,9 +7,10 @@ Both are computed once for each context (one prefill of the proxy, one oracle pa
     pairs = MapperPairs("pairs")
 
 A folder of pairs holds shards of several contexts end to end, two `.npy` files each (features `(L_s, H_s, tokens)`,
-scores `(L_l, H_l, tokens)`), which are mapped into memory rather than read, and for each process that wrote there an
-`index-<process>.json` that names models, settings and finished shards. A shard is listed only once it is whole, so an
-interrupted run goes on after the last one; contexts that are there already are not computed again.
+with more channels where the proxy's states are stored too; scores `(L_l, H_l, tokens)`), which are mapped into memory
+rather than read, and for each process that wrote there an `index-<process>.json` that names models, settings and
+finished shards. A shard is listed only once it is whole, so an interrupted run goes on after the last one; contexts
+that are there already are not computed again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch
 from accelerate import PartialState
 from tqdm import tqdm
 
-from nearfar.configuration.configuration_axial_mapper import HybridAxialMapperConfig
+from nearfar.configuration.configuration_axial_mapper import STATES, HybridAxialMapperConfig, ProxyStates
 from nearfar.evaluation.needles import hide_needles
 from nearfar.evaluation.texts import load_dataset_texts
 from nearfar.modeling.atomic_file import write_beside
@@ -410,6 +411,9 @@ class PairSettings:
         chunk_tokens: of the oracle, see `reconstruction_scores`.
         storage: dtype on disk. float16 takes half the room; sums beyond 65,504 (a sink's, in a very long context) are
             stored as that.
+        proxy_states: what of the proxy's states is stored beside its column sums (see `HybridAxialMapperConfig`), for
+            mappers that read it. It takes most of the room: a proxy like Llama-3.2-1B has 32 column sums and 512
+            numbers in its values for each token and layer.
 
     Raises:
         ValueError: a value out of range.
@@ -417,15 +421,18 @@ class PairSettings:
 
     chunk_tokens: int = 2000
     storage: Literal["float16", "float32"] = "float16"
+    proxy_states: ProxyStates = "none"
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
         if self.storage not in ("float16", "float32"):
             raise ValueError(f"storage must be 'float16' or 'float32', got {self.storage!r}")
+        if self.proxy_states not in STATES:
+            raise ValueError(f"proxy_states must be one of {', '.join(STATES)}, got {self.proxy_states!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"chunk_tokens": self.chunk_tokens, "storage": self.storage}
+        return {"chunk_tokens": self.chunk_tokens, "storage": self.storage, "proxy_states": self.proxy_states}
 
 
 def compute_pairs(
@@ -446,7 +453,7 @@ def compute_pairs(
         folder: made if it is missing.
         proxy, target: causal language models in evaluation mode, on any device, that share `tokenizer`.
         contexts: see `mixture_contexts`.
-        features: computes X of one context; by default `attention_features.proxy_features`.
+        features: computes X of one context; by default `attention_features.proxy_features` with the settings' states.
         seconds: begin no further context after so long; what is missing then is left to a later call.
         progress: show a progress bar.
 
@@ -473,7 +480,7 @@ def compute_pairs(
     if features is None:
         from nearfar.modeling.attention_features import proxy_features
 
-        features = proxy_features
+        features = partial(proxy_features, states=settings.proxy_states)
     mine = list(missing.items())[state.process_index :: state.num_processes]
     writer = _ShardWriter(folder, state.process_index, header, settings)
     layers = HybridAxialMapperConfig(**header["mapper"]).scored_layers
@@ -521,9 +528,11 @@ def _header(proxy: PreTrainedModel, target: PreTrainedModel, settings: PairSetti
 
 
 _SIZES = (
-    "proxy_num_layers", "proxy_num_heads", "target_num_layers", "target_num_heads", "target_layers",
-    "proxy_model_type", "target_model_type",
+    "proxy_num_layers", "proxy_num_heads", "proxy_state_size", "target_num_layers", "target_num_heads",
+    "target_layers", "proxy_model_type", "target_model_type",
 )  # fmt: skip
+# Of settings that folders of older releases do not name.
+_UNNAMED = {"proxy_states": "none"}
 
 
 def _digest(prefix: Sequence[int], ids: Sequence[int]) -> str:
@@ -580,8 +589,9 @@ class _ShardWriter:
 
     def add(self, record: dict[str, Any], features: torch.Tensor, scores: torch.Tensor) -> None:
         mapper, tokens = self.index["mapper"], record["tokens"]
+        channels = _channels(mapper, self.settings.proxy_states)
         expected = (
-            ("features", features, (mapper["proxy_num_layers"], mapper["proxy_num_heads"], tokens)),
+            ("features", features, (mapper["proxy_num_layers"], channels, tokens)),
             ("scores", scores, (len(mapper["target_layers"]), mapper["target_num_heads"], tokens)),
         )
         arrays = []
@@ -593,7 +603,8 @@ class _ShardWriter:
                     f"{record['name']}: the {name} hold NaN or infinity; use a wider dtype for the models"
                 )
             dtype = np.dtype(self.settings.storage)
-            arrays.append(tensor.numpy().clip(0, np.finfo(dtype).max).astype(dtype))
+            limit = np.finfo(dtype).max
+            arrays.append(tensor.numpy().clip(-limit, limit).astype(dtype))
         self._records.append({**record, "start": self._tokens})
         self._arrays.append((arrays[0], arrays[1]))
         self._tokens += tokens
@@ -611,6 +622,11 @@ class _ShardWriter:
             text = json.dumps(self.index, indent=1) + "\n"
             write_beside(self.path, lambda file: file.write_text(text, encoding="utf-8"))
         self._records, self._arrays, self._tokens, self._since = [], [], 0, time.monotonic()
+
+
+def _channels(mapper: dict[str, Any], states: str) -> int:
+    channels: int = mapper["proxy_num_heads"] + STATES[states] * (mapper.get("proxy_state_size") or 0)
+    return channels
 
 
 def _save_array(array: np.ndarray, path: Path) -> None:
@@ -644,13 +660,17 @@ def _indexes(folder: Path, header: dict[str, Any] | None = None) -> list[dict[st
 def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     remedy = "choose another folder, or delete that one"
     for name, value in wanted["settings"].items():
-        if found["settings"].get(name) != value:
-            raise ValueError(
-                f"{path} lists pairs with {name}={found['settings'].get(name)!r}, now it is {value!r}: {remedy}"
-            )
-    mine, theirs = wanted["mapper"], found["mapper"]
+        theirs = found["settings"].get(name, _UNNAMED.get(name))
+        if theirs != value:
+            raise ValueError(f"{path} lists pairs with {name}={theirs!r}, now it is {value!r}: {remedy}")
+    mine, theirs = wanted["mapper"], {**dict.fromkeys(_SIZES), **found["mapper"]}
+    mine = {**dict.fromkeys(_SIZES), **mine}
     for role in ("proxy", "target"):
-        same_sizes = all(mine[name] == theirs[name] for name in _SIZES if name.startswith(role))
+        same_sizes = all(
+            mine[name] == theirs[name] or (name == "proxy_state_size" and None in (mine[name], theirs[name]))
+            for name in _SIZES
+            if name.startswith(role)
+        )
         same = same_model(mine[f"{role}_fingerprint"], theirs[f"{role}_fingerprint"])
         if not same_sizes or same is False:
             raise ValueError(
@@ -715,8 +735,11 @@ class MapperPairs:
                 "that share text some may be trained on and others held out. Compute the pairs anew to prevent that.",
                 self.folder, unnamed, len(self.contexts),
             )  # fmt: skip
-        self.mapper_fields: dict[str, Any] = indexes[0]["mapper"]
         self.settings: dict[str, Any] = indexes[0]["settings"]
+        self.mapper_fields: dict[str, Any] = {
+            **indexes[0]["mapper"],
+            "proxy_states": self.settings.get("proxy_states", _UNNAMED["proxy_states"]),
+        }
         self._arrays: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._thresholds: dict[tuple[int, tuple[float, ...]], np.ndarray] = {}
         for shard in (shard for index in indexes for shard in index["shards"]):
@@ -725,7 +748,7 @@ class MapperPairs:
     def _open(self, name: str, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         fields = self.mapper_fields
         shapes = {
-            "features": (fields["proxy_num_layers"], fields["proxy_num_heads"], tokens),
+            "features": (fields["proxy_num_layers"], self.channels, tokens),
             "scores": (len(fields["target_layers"]), fields["target_num_heads"], tokens),
         }
         arrays = []
@@ -752,15 +775,21 @@ class MapperPairs:
     @property
     def digest(self) -> str:
         """Names the whole content: contexts, models and settings."""
-        fields = {name: value for name, value in self.mapper_fields.items() if not name.endswith("_name")}
+        left_out = ("proxy_states", "proxy_name", "target_name")  # the settings name the first
+        fields = {name: value for name, value in self.mapper_fields.items() if name not in left_out}
         contexts = [
             [context.digest, *context.sources] if context.sources else context.digest for context in self.contexts
         ]
         content = [contexts, fields, self.settings]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
+    @property
+    def channels(self) -> int:
+        """Numbers of a token in a proxy layer: H_s column sums, then the states that are stored."""
+        return _channels(self.mapper_fields, self.mapper_fields["proxy_states"])
+
     def features(self, context: int) -> np.ndarray:
-        """X of a context, `(L_s, H_s, tokens)`, as stored."""
+        """X of a context, `(L_s, H_s, tokens)`, or with states `(L_s, channels, tokens)`, as stored."""
         entry = self.contexts[context]
         return self._arrays[entry.shard][0][:, :, entry.start : entry.start + entry.tokens]
 

@@ -250,7 +250,7 @@ class ResidentPairs:
     def nbytes(pairs: MapperPairs) -> int:
         """What all pairs take."""
         fields = pairs.mapper_fields
-        numbers = fields["proxy_num_layers"] * fields["proxy_num_heads"]
+        numbers = fields["proxy_num_layers"] * pairs.channels
         numbers += len(fields["target_layers"]) * fields["target_num_heads"]
         tokens = sum(context.tokens for context in pairs.contexts)
         return tokens * numbers * np.dtype(pairs.settings["storage"]).itemsize
@@ -275,23 +275,22 @@ class ResidentPairs:
 
 
 def read_crops(
-    pairs: MapperPairs | ResidentPairs, crops: Sequence[Crop], layer_pairs: Sequence[int], loss: MapperLoss
+    pairs: MapperPairs | ResidentPairs, crops: Sequence[Crop], config: HybridAxialMapperConfig, loss: MapperLoss
 ) -> MapperBatch:
-    """The crops of a batch, from disk or from where pairs are held; `layer_pairs` as in the mapper's configuration."""
+    """The crops of a batch for a mapper, from disk or from where pairs are held."""
     device = getattr(pairs, "device", torch.device("cpu"))
     longest, prefixes = max(length for *_, length in crops), [pairs.contexts[crop[0]].prefix_tokens for crop in crops]
-    fields, together = pairs.mapper_fields, crops[0][1] == ALL_LAYERS
-    heads, scored = fields["proxy_num_heads"], fields["target_num_heads"]
+    together, layer_pairs, scored = crops[0][1] == ALL_LAYERS, config.layer_pairs, config.target_num_heads
+    channels = config.layer_channels  # the first ones, if there are more
     per_crop = len(layer_pairs) if together else 1
-    if together:
-        heads *= fields["proxy_num_layers"]
-    features = torch.zeros(len(crops), heads, longest, device=device)
+    features = torch.zeros(len(crops), config.input_channels, longest, device=device)
     target = torch.zeros(len(crops), per_crop, scored, longest, device=device)
     thresholds = torch.zeros(len(crops), len(loss.threshold_ratios), device=device)
     mask, valid = (np.zeros((len(crops), longest), bool) for _ in range(2))
     for row, (context, place, start, length) in enumerate(crops):
-        x, y = pairs.features(context)[..., start : start + length], pairs.scores(context)[..., start : start + length]
-        x, y = (x.reshape(heads, length), y) if together else (x[layer_pairs[place]], y[place][None])
+        tokens = slice(start, start + length)
+        x, y = pairs.features(context)[:, :channels, tokens], pairs.scores(context)[..., tokens]
+        x, y = (x.reshape(-1, length), y) if together else (x[layer_pairs[place]], y[place][None])
         features[row, :, :length] = torch.as_tensor(x) if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
         target[row, :, :, :length] = torch.as_tensor(y) if isinstance(y, Tensor) else torch.from_numpy(np.array(y))
         mask[row, :length] = True
@@ -363,6 +362,11 @@ class MapperTrainer:
             is_size = name.startswith(("proxy_num", "target_num")) or name == "target_layers"
             if is_size and getattr(config, name) != value:
                 raise ValueError(f"the mapper has {name} = {getattr(config, name)} and the pairs have {value}")
+        if config.layer_channels > pairs.channels:
+            raise ValueError(
+                f"the mapper reads proxy_states={config.proxy_states!r}, and the pairs were computed with "
+                f"{pairs.mapper_fields['proxy_states']!r}: compute pairs with these states"
+            )
         self.layer_pairs, self._together = config.layer_pairs, config.proxy_layers == "all"
         self.train_contexts, self.validation_contexts = pairs.split(self.options.validation, self.options.seed)
         self._items = self._list_items(self.train_contexts, config)
@@ -457,7 +461,7 @@ class MapperTrainer:
         """The batches from the current step on, read while the one before is worked on."""
 
         def read(step: int) -> MapperBatch:
-            return read_crops(self._source, self._crops(step), self.layer_pairs, self.options.loss)
+            return read_crops(self._source, self._crops(step), self.mapper.config, self.options.loss)
 
         if self._source is not self.pairs:  # there is nothing to wait for
             for step in range(self.step, self.total_steps):
@@ -628,7 +632,7 @@ class MapperTrainer:
         objective = _Objective(self.mapper, self.options.loss)
         for number, first in enumerate(range(0, len(mine), size)):
             crops = mine[first : first + size]
-            batch = read_crops(self._source, crops, self.layer_pairs, self.options.loss).to(self.device)
+            batch = read_crops(self._source, crops, self.mapper.config, self.options.loss).to(self.device)
             self._seed(-1, number, self.accelerator.process_index)
             with self._autocast():
                 _, figures, logits = objective.eval()(batch)
@@ -838,7 +842,8 @@ def context_mass_reconstruction(
     device = mapper.device
     for context in contexts:
         prefix = pairs.contexts[context].prefix_tokens
-        features = torch.from_numpy(np.array(pairs.features(context), np.float32)).to(device)
+        x = pairs.features(context)[:, : mapper.config.layer_channels]
+        features = torch.from_numpy(np.array(x, np.float32)).to(device)
         target = torch.from_numpy(np.array(pairs.scores(context), np.float32)).to(device)
         scores = mapper.predict(features, return_logits=True)
         rows = 1 if scope == "context" else scores.shape[0] * scores.shape[1]
