@@ -6,7 +6,8 @@
 
 Every variant is trained anew on the same pairs, with the same seeds and as many steps (or seconds). The five terms
 of the loss are left out by a weight of 0; the three stages are replaced, as in the paper's Appendix C, by the simplest
-thing that keeps the shapes (`HybridAxialMapperConfig.disabled_stage`). One JSON a variant and seed; the same command
+thing that keeps the shapes (`HybridAxialMapperConfig.disabled_stage`). Where the pairs hold the proxy's states, one
+variant reads its attention alone. One JSON a variant and seed; the same command
 goes on, also in the middle of a training, and several of them at once share the trainings out.
 
 Measured is the share of KVzip's scores in the pairs kept, in % of what KVzip's own choice holds, on whole contexts
@@ -54,6 +55,7 @@ STAGES = ("convolutions", "encoder", "heads")
 VARIANTS = {
     WHOLE: "whole",
     **{f"no-{name}": f"without the {name} loss" for name in LOSSES},
+    "no-states": "without the proxy's states",
     "no-convolutions": "without the convolutions",
     "no-encoder": "without the encoder",
     "no-heads": "without the head attention",
@@ -100,9 +102,11 @@ def train(args: argparse.Namespace, pairs: MapperPairs, variant: str, seed: int,
         bf16=args.bf16,
         loss=loss,
     )
+    states = "none" if args.proxy_layers == "paired" or left_out == "states" else pairs.mapper_fields["proxy_states"]
     mapper = new_mapper(
         pairs,
         seed,
+        proxy_states=states,
         hidden_size=args.hidden_size,
         num_hidden_layers=args.layers,
         num_attention_heads=args.heads,
@@ -148,8 +152,11 @@ def measure_variants(args: argparse.Namespace) -> None:
     for variant, seeds in read_results(args.out).items():  # all of a folder stand in one table
         for seed in seeds:
             check_settings(result_file(args.out, variant, seed), settings)
+    has_states = args.proxy_layers == "all" and pairs.mapper_fields["proxy_states"] != "none"
     for seed in args.seeds:
         for variant in args.variants:
+            if variant == "no-states" and not has_states:
+                continue  # it would be the whole again
             path = result_file(args.out, variant, seed)
             with held_lock(path.with_name(f".{path.stem}.lock"), wait=False) as held:
                 if path.exists():

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from test_mapper_training import write_pairs
+from test_mapper_training import add_states, write_pairs
 from tiny_texts import english, save_tiny_checkpoint, save_tiny_proxy
 
 from nearfar import cli
@@ -340,6 +340,19 @@ def test_mapper_ablation(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert mapper_ablation.main(["--out", str(tmp_path / "none"), "--table"]) == 2
     with pytest.raises(SystemExit):
         mapper_ablation.parse([*command, "--variants", "no-luck"])
+
+    # Pairs without states have no variant without them; with states it is the mapper that reads attention alone.
+    monkeypatch.undo()
+    monkeypatch.setattr(mapper_ablation, "draw", lambda path, results: path.write_text(""))
+    assert mapper_ablation.main([*command, "--variants", "no-states"]) == 0
+    assert "no-states" not in mapper_ablation.read_results(out)
+    add_states(tmp_path / "pairs")
+    other = ["--pairs", str(tmp_path / "pairs"), "--out", str(tmp_path / "states"), *tiny]
+    assert mapper_ablation.main([*other, "--variants", "whole,no-states"]) == 0
+    parameters = {
+        name: seeds[0]["parameters"] for name, seeds in mapper_ablation.read_results(tmp_path / "states").items()
+    }
+    assert parameters["whole"] - parameters["no-states"] == 3 * 2 * 3 * 16  # of the first convolution
 
 
 def test_dar_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,19 @@ def write_pairs(folder: Path, lengths: list[int], seed: int = 0) -> MapperPairs:
     return MapperPairs(folder)
 
 
+def add_states(folder: Path) -> MapperPairs:
+    """The pairs of `write_pairs` with states of 3 numbers, which mean nothing."""
+    (path,) = folder.glob("index-*.json")
+    index = json.loads(path.read_text())
+    index["settings"]["proxy_states"], index["mapper"]["proxy_state_size"] = "values", 3
+    path.write_text(json.dumps(index))
+    (file,) = folder.glob("*.features.npy")
+    x = np.load(file)
+    noise = np.random.default_rng(1).normal(size=(2, 3, x.shape[-1])).astype(x.dtype)
+    np.save(file, np.concatenate([x, noise], 1))
+    return MapperPairs(folder)
+
+
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> MapperPairs:
     return write_pairs(tmp_path_factory.mktemp("pairs"), [70, 20, 64, 50, 90, 33])
@@ -294,17 +307,8 @@ def test_batches_are_padded_and_masked(pairs: MapperPairs) -> None:
 
 def test_states_are_read_by_mappers_that_want_them(pairs: MapperPairs, tmp_path: Path) -> None:
     """Pairs that hold states serve mappers with and without; without them the run is that of pairs without states."""
-    folder = tmp_path / "pairs"
-    shutil.copytree(pairs.folder, folder)
-    (path,) = folder.glob("index-*.json")
-    index = json.loads(path.read_text())
-    index["settings"]["proxy_states"], index["mapper"]["proxy_state_size"] = "values", 3
-    path.write_text(json.dumps(index))
-    (file,) = folder.glob("*.features.npy")
-    x = np.load(file)
-    noise = np.random.default_rng(1).normal(size=(2, 3, x.shape[-1])).astype(x.dtype)
-    np.save(file, np.concatenate([x, noise], 1))
-    with_states = MapperPairs(folder)
+    shutil.copytree(pairs.folder, tmp_path / "pairs")
+    with_states = add_states(tmp_path / "pairs")
     read_all = {"proxy_layers": "all", "layer_queries": True}
 
     reading = trainer(with_states, tmp_path / "reading", mapper=read_all, epochs=1, epoch_steps=2)
