@@ -67,6 +67,8 @@ HEADS = {
     "llama": {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256},
     "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512},
 }
+# Of settings that files of older releases do not name.
+UNNAMED = {"proxy_states": "none"}
 WITH_PROXY = ("sequential", "two_streams", "two_gpus")
 SYSTEMS = ("full", "snapkv", "kvzip", *WITH_PROXY, "kvpress_snapkv", "kvpress_kvzip")
 LABELS = {
@@ -191,10 +193,15 @@ def make_model(shape: str, which: int, length: int, device: torch.device, dtype:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def make_scorer(shape: str, target: Any, length: int, device: torch.device, dtype: torch.dtype) -> ProxyScorer:
+def make_scorer(
+    shape: str, states: str, target: Any, length: int, device: torch.device, dtype: torch.dtype
+) -> ProxyScorer:
     mapper = find("nearfar.modeling.modeling_axial_mapper", "HybridAxialMapper")
     proxy = make_model(shape, 1, length, device, dtype)
-    return ProxyScorer(proxy, mapper.for_models(proxy, target, **SHAPES[shape][2]).eval().to(device, dtype))
+    options = dict(SHAPES[shape][2])
+    if states != "none":
+        options |= {"proxy_states": states, "proxy_layers": "all", "layer_queries": True, "feature_transform": "log"}
+    return ProxyScorer(proxy, mapper.for_models(proxy, target, **options).eval().to(device, dtype))
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -262,6 +269,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--systems", default=",".join(SYSTEMS), help=f"of {', '.join(SYSTEMS)}, comma-separated")
     parser.add_argument("--retention-ratio", type=float, default=0.3)
     parser.add_argument("--chunk-tokens", type=int, default=4096, help="tokens that the proxy reads in one pass")
+    parser.add_argument(
+        "--proxy-states", choices=("none", "values", "keys_and_values"), default="none",
+        help="what the mapper reads beside attention, of all proxy layers at once (default: none, as in the paper)",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--long-seconds", type=float, default=5.0, help="what takes so long is run once")
     parser.add_argument("--seconds", type=float, help="begin no further row after so long")
@@ -288,7 +299,7 @@ class Results:
         if self.path is not None and self.path.is_file():
             found = json.loads(self.path.read_text(encoding="utf-8"))
             for name, value in {**settings, "device": machine["device"]}.items():
-                before = found["machine"]["device"] if name == "device" else found.get(name)
+                before = found["machine"]["device"] if name == "device" else found.get(name, UNNAMED.get(name))
                 if before != value:
                     raise ValueError(
                         f"{self.path} was measured with {name} = {before!r}, now it is {value!r}: give another --out"
@@ -322,7 +333,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--lengths must be at least 64 tokens each, got {lengths[0]}")
     machine = machine_report(device)
     settings = {"shape": shape, "dtype": str(dtype), "retention_ratio": args.retention_ratio}
-    settings |= {"chunk_tokens": args.chunk_tokens, "seed": args.seed}
+    settings |= {"chunk_tokens": args.chunk_tokens, "seed": args.seed, "proxy_states": args.proxy_states}
     results = Results(args.out, settings, machine)
     print(f"{json.dumps(machine)}\n", flush=True)
     torch.manual_seed(args.seed)
@@ -347,7 +358,7 @@ def run(args: argparse.Namespace) -> None:
                     scorer = None
                     _collect(device)
                 if place is not None and scorer is None:
-                    scorer = place, make_scorer(shape, target, max(131_072, *lengths), place, dtype)
+                    scorer = place, make_scorer(shape, args.proxy_states, target, max(131_072, *lengths), place, dtype)
                 call = (
                     alone(system, target, args.retention_ratio)
                     if scorer is None
@@ -372,7 +383,8 @@ def run(args: argparse.Namespace) -> None:
     kind = str(dtype).removeprefix("torch.")
     print(
         f"\nHeld equal: target ({shape} shape, random weights, {kind}), prompts, batch 1, "
-        f"retention ratio {args.retention_ratio:g} (but for the full cache)\n"
+        f"retention ratio {args.retention_ratio:g} (but for the full cache)"
+        + ("\n" if args.proxy_states == "none" else f"; the mapper also reads {args.proxy_states}\n")
     )
     print(aligned_table(HEADER, [_row(row, results.rows) for row in results.rows]))
 

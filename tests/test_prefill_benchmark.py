@@ -38,6 +38,11 @@ def test_a_tiny_run(tmp_path, capsys):
     assert "second GPU" in err and "Held equal" in out and "ProxyKV, two streams" in out
 
 
+def test_a_mapper_that_reads_states(capsys):
+    assert prefill.main([*TINY, "--systems", "sequential", "--proxy-states", "values"]) == 0
+    assert "the mapper also reads values" in capsys.readouterr().out
+
+
 def test_rows_are_kept_and_gone_on_with(tmp_path, capsys, monkeypatch):
     """One file over several commands; what is there is not measured again, and other settings are refused."""
     command = ["--shape", "tiny", "--repeats", "1", "--device", "cpu", "--threads", "1", "--out", str(tmp_path)]
