@@ -26,7 +26,6 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -34,11 +33,11 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from filelock import FileLock
 from numpy.lib import format as npy
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from nearfar.evaluation.file_lock import held_lock
 from nearfar.modeling.atomic_file import write_beside
 
 if TYPE_CHECKING:
@@ -202,8 +201,8 @@ def load_token_blocks(
         key = [settings, [source.key() for source in found], _tokenizer_key(tokenizer)]
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         path = Path(cache_dir).expanduser() / f"{found[0].label}-{digest[:24]}.npy"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(f"{path.name}.lock")):
+        # Where the file system has no locks, two processes may do the same work; no harm is done.
+        with held_lock(path.with_name(f"{path.name}.lock")):
             if not path.is_file():
                 write_beside(path, lambda beside: _check_tokens(_write_npy(beside, arrays(), dtype), found))
         tokens = np.load(path, mmap_mode="r")
@@ -341,18 +340,6 @@ def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
         content = [sorted(tokenizer.get_vocab().items()), sorted(map(str, tokenizer.all_special_tokens))]
     described = json.dumps([type(tokenizer).__name__, content], sort_keys=True)
     return hashlib.sha256(described.encode()).hexdigest()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Held by one process at a time. Where the file system has no locks, two may do the same work; no harm is done."""
-    lock = FileLock(path)
-    with suppress(NotImplementedError):
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _write_npy(path: Path, arrays: Iterable[np.ndarray], dtype: np.dtype) -> int:
