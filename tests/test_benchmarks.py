@@ -333,13 +333,35 @@ def test_mapper_ablation(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert mapper_ablation.main(["--out", str(out), "--table"]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == shown.splitlines()[-3:]
     assert mapper_ablation.main([*command, "--variants", "whole", "--learning-rate", "1"]) == 2
-    assert "another learning_rate" in capsys.readouterr().err
+    assert "another learning_rate (learning_rate was 0.0005, is now 1.0); give" in capsys.readouterr().err
     # Nor is something else trained into the same table.
     assert mapper_ablation.main([*command, "--variants", "no-heads", "--seeds", "7", "--learning-rate", "1"]) == 2
     assert "another learning_rate" in capsys.readouterr().err
     assert mapper_ablation.main(["--out", str(tmp_path / "none"), "--table"]) == 2
     with pytest.raises(SystemExit):
         mapper_ablation.parse([*command, "--variants", "no-luck"])
+
+
+def test_mapper_ablation_goes_on_only_under_the_same_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing is finished yet: a checkpoint alone would be gone on with for other steps."""
+    write_pairs(tmp_path / "pairs", [40, 30])
+    command = ["--pairs", str(tmp_path / "pairs"), "--out", str(tmp_path / "out"), "--variants", "whole", *MACHINE]
+    command += ["--epoch-steps", "2", "--steps"]
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mapper_ablation, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mapper_ablation.main([*command, "4"])
+    with pytest.raises(KeyboardInterrupt):
+        mapper_ablation.main([*command, "4"])
+    for others in (["8"], ["8", "--variants", "no-heads"]):
+        assert mapper_ablation.main([*command, *others]) == 2
+        shown = capsys.readouterr().err
+        assert "another steps (steps was 4, is now 8); give another --out" in shown and "whole-seed0" in shown
 
 
 def test_dar_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
