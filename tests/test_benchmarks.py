@@ -246,6 +246,36 @@ def test_records_of_several_processes(tmp_path: Path) -> None:
         pruning_quality.Records(tmp_path, {**settings, "seed": 1})
 
 
+def test_tables_say_which_machines_their_rows_are_of(
+    tiny: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an older file, whose rows name none, is gone on with elsewhere."""
+    more = ["--policies", "full", "--essay-trials", "0", "--trials", "3"]
+    report = pruning_quality.machine_report
+    monkeypatch.setattr(pruning_quality, "machine_report", lambda device: {**report(device), "cpu": "one"})
+    assert _quality(tiny, tmp_path, *more) == 0
+    assert '3 measurements in float32 on {"cpu": "one"' in capsys.readouterr().out
+    file = tmp_path / "measurements.jsonl"
+    header, *lines = file.read_text().splitlines()
+    first, second, _ = map(json.loads, lines)
+    assert first["machine"]["cpu"] == "one" and first["machine"]["versions"]["torch"]
+    del first["machine"]
+    file.write_text("".join(f"{line}\n" for line in (header, json.dumps(first), json.dumps(second))))
+    monkeypatch.setattr(pruning_quality, "machine_report", lambda device: {**report(device), "cpu": "two"})
+    assert _quality(tiny, tmp_path, *more) == 0
+    again = capsys.readouterr().out
+    assert pruning_quality.main(["--out", str(tmp_path), "--table"]) == 0
+    for shown in (again, capsys.readouterr().out):
+        assert shown.count("measurement in float32 on") == 3
+        assert '1 measurement in float32 on a machine that was not noted; the file was begun on {"cpu": "one"' in shown
+        assert '1 measurement in float32 on {"cpu": "one"' in shown
+        assert '1 measurement in float32 on {"cpu": "two"' in shown
+    # Of what is not shown nothing is said.
+    assert (
+        pruning_quality.machine_lines(pruning_quality.shown_rows([second], ["other"], [], []), "float32", None) == []
+    )
+
+
 def test_records_after_a_beginning_that_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"seed": 0, "essay": [1, 2]}
     file = tmp_path / "measurements.jsonl"
