@@ -452,11 +452,6 @@ def test_the_tokenizer_reads_all_over_the_text(script: ModuleType) -> None:
     assert script.spread_pieces(["long"], 3) == ["long"]
 
 
-def test_earlier_runs_without_the_newer_settings_are_still_theirs(script: ModuleType) -> None:
-    assert script.same_settings({"settings": {"steps": 8}}, {"steps": 8, "vocabulary": None, "tie_embeddings": None})
-    assert not script.same_settings({"settings": {"steps": 8, "vocabulary": 300}}, {"steps": 8})
-
-
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
