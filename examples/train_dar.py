@@ -74,7 +74,7 @@ from nearfar.training.run_folder import (
     write_json,
     write_run,
 )
-from nearfar.training.token_blocks import TokenBlocks, load_token_blocks, text_fragments
+from nearfar.training.token_blocks import TokenBlocks, load_token_blocks, text_files, text_fragments
 
 # Pythia's shapes and learning rates: hidden size, layers, heads, rate.
 SIZES = {
@@ -248,17 +248,29 @@ def train_tokenizer(options: argparse.Namespace) -> None:
         ValueError: the one that is there is of another text or size.
     """
     folder, record = Path(options.tokenizer), Path(options.tokenizer, "trained_on.json")
-    wanted = {"vocabulary": options.vocabulary, "text": options.text or options.dataset}
+    wanted = {
+        "vocabulary": options.vocabulary,
+        "text": options.text or options.dataset,
+        "split": options.split if options.dataset else None,
+        "text_field": options.text_field,
+        "bytes": {str(file): file.stat().st_size for file in text_files(options.text)} if options.text else None,
+    }
     if record.is_file():
-        if json.loads(record.read_text(encoding="utf-8")) != wanted:
-            raise ValueError(f"{folder} was trained with another --vocabulary or text: choose another --output")
+        found = json.loads(record.read_text(encoding="utf-8"))
+        # Older records have the first two only.
+        differing = [name for name in wanted if name in found and found[name] != wanted[name]]
+        if differing:
+            raise ValueError(
+                f"{folder} was trained with another --vocabulary or text ({', '.join(differing)}): choose another "
+                "--output"
+            )
         return
     if options.dataset:
         most = TOKENIZER_CHARACTERS * DATASET_SPREAD
-        found = read_text_pieces(options.dataset, most, split=options.split, column=options.text_field)
+        read = read_text_pieces(options.dataset, most, split=options.split, column=options.text_field)
     else:
-        found = gather_pieces(text_fragments([Path(path) for path in options.text], text_field=options.text_field))
-    pieces = spread_pieces(found, TOKENIZER_CHARACTERS)
+        read = gather_pieces(text_fragments([Path(path) for path in options.text], text_field=options.text_field))
+    pieces = spread_pieces(read, TOKENIZER_CHARACTERS)
     train_digit_tokenizer(pieces, options.vocabulary, sentences=()).save_pretrained(folder)
     write_json(record, wanted)
 

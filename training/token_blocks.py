@@ -48,6 +48,7 @@ __all__ = [
     "TokenBlocks",
     "load_token_blocks",
     "text_documents",
+    "text_files",
     "text_fragments",
     "write_token_file",
 ]
@@ -277,6 +278,17 @@ def text_documents(path: str | Path) -> Iterator[tuple[str, str]]:
             if text:
                 yield (f"{name}:{number}" if number else name), text
                 number += 1
+
+
+def text_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The files that `load_token_blocks` would read for these files and folders, in that order.
+
+    Raises:
+        FileNotFoundError, ValueError: as there.
+    """
+    named = [sources] if isinstance(sources, (str, Path)) else sources
+    found = _find_sources([Path(source) for source in named], "", "text")  # a Path is no id of a dataset
+    return [source.name for source in found if isinstance(source, _File)]
 
 
 def text_fragments(
