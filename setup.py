@@ -70,7 +70,7 @@ setup(
         "accelerate",
         "safetensors",
         "huggingface-hub",
-        "filelock",
+        "filelock>=3.12",  # tells a file system that has no locks
         "tqdm",
         "numpy",
     ],

@@ -447,6 +447,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = read_runs(options.runs)
         everywhere = set.intersection(*(set(run.results) for run in runs))
         anywhere = set.union(*(set(run.results) for run in runs))
+        if unknown := sorted(set(options.without) - anywhere, key=natural):
+            known = ", ".join(sorted(anywhere, key=natural))
+            raise ValueError(f"--without {unknown[0]}: no run has a finished variant of that name; there are {known}")
         names = sorted(everywhere - set(options.without), key=natural)
         baseline = options.baseline or next((name for name in BASELINES if name in names), None)
         if baseline not in names:

@@ -7,8 +7,9 @@
 Every variant is trained anew on the same pairs, with the same seeds and as many steps (or seconds). The five terms
 of the loss are left out by a weight of 0; the three stages are replaced, as in the paper's Appendix C, by the simplest
 thing that keeps the shapes (`HybridAxialMapperConfig.disabled_stage`). Where the pairs hold the proxy's states, one
-variant reads its attention alone. One JSON a variant and seed; the same command
-goes on, also in the middle of a training, and several of them at once share the trainings out.
+variant reads its attention alone. One JSON a variant and seed; the same command goes on, also in the middle of a
+training, and several of them at once share the trainings out. A folder holds what was trained under one set of
+arguments: others are refused, also where a training is not finished.
 
 Measured is the share of KVzip's scores in the pairs kept, in % of what KVzip's own choice holds, on whole contexts
 that were held out: with a top-K of each layer and head for itself, and with one for all of them, as it is used. The
@@ -19,6 +20,7 @@ stands the difference from the whole, seed by seed; ± is its standard deviation
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -61,6 +63,8 @@ VARIANTS = {
     "no-heads": "without the head attention",
 }
 RATIOS = (0.1, 0.3)
+# In the folder of a training that is not finished.
+SETTINGS_NAME = "settings.json"
 # Of a top-K -> how it is shown.
 SCOPES = {"head": "each head", "context": "shared"}
 COLORS = ("#0072b2", "#d55e00")
@@ -152,6 +156,9 @@ def measure_variants(args: argparse.Namespace) -> None:
     for variant, seeds in read_results(args.out).items():  # all of a folder stand in one table
         for seed in seeds:
             check_settings(result_file(args.out, variant, seed), settings)
+    for path in sorted((args.out / "runs").glob(f"*/{SETTINGS_NAME}")):
+        with contextlib.suppress(FileNotFoundError):  # another process's, which has just finished
+            check_settings(path, settings)
     has_states = args.proxy_layers == "all" and pairs.mapper_fields["proxy_states"] != "none"
     for seed in args.seeds:
         for variant in args.variants:
@@ -167,6 +174,7 @@ def measure_variants(args: argparse.Namespace) -> None:
                     continue
                 print(f"seed {seed}, {VARIANTS[variant]}", file=sys.stderr)
                 folder = args.out / "runs" / path.stem
+                write_json(folder / SETTINGS_NAME, {"settings": settings})  # a trainer's checkpoint lets steps differ
                 write_json(path, train(args, pairs, variant, seed, folder))
                 shutil.rmtree(folder)
 
@@ -177,12 +185,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Those of a result, or of a training that is not finished, must be the ones given now."""
     before = json.loads(path.read_text(encoding="utf-8"))["settings"]
     changed = [name for name in settings if before.get(name) != settings[name]]
     if changed:
+        values = "; ".join(f"{name} was {before.get(name)!r}, is now {settings[name]!r}" for name in changed)
         raise cli.UserError(
-            f"{path} was trained with another {', '.join(changed)}; give another --out, or the same arguments as "
-            f"before ({', '.join(f'{name}={before.get(name)}' for name in changed)})"
+            f"{path} is of a training with another {', '.join(changed)} ({values}); give another --out, or the same "
+            "arguments as before"
         )
 
 

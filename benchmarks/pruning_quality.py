@@ -27,6 +27,7 @@ Columns, for each ratio or budget: hits = needles found; log-prob = mean log-pro
 perplexity of the continuation, geometric mean over trials. essays = perplexity of the essays at a fixed budget.
 scoring and eviction = median time that the policy's scores, and all of it (scores, top-K, copying what is kept), take,
 in % of the full prefill; where a policy reads the context itself, what its reading takes longer than the full cache's.
+Above the tables stand the machines that the measurements in them were made on.
 
 A second table sets all policies beside KVzip, if it takes part: hits in % of KVzip's, and mass = how much of KVzip's
 scores (header left out) stands in the pairs that a policy keeps, as a share of what KVzip itself keeps of it.
@@ -37,6 +38,7 @@ scores (header left out) stands in the pairs that a policy keeps, as a share of 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import importlib
 import json
@@ -414,24 +416,25 @@ class Records:
     """Measurements, kept in memory and, if there is a folder, appended to a file as they come.
 
     Several processes may append to one file: a line is written at once, under a lock. The first line has the settings
-    and the machine, each other one a measurement. What two processes measured alike counts once.
+    and the machine that began it, each other one a measurement and the machine that it was made on, which older files
+    do not tell. What two processes measured alike counts once.
 
     Args:
         folder: None keeps them in memory only.
         settings: what all measurements have in common; None takes what the file says.
-        machine: that will measure.
+        machine: that measures; goes into each row that is added.
 
     Attributes:
         rows: the measurements.
         settings: of the file.
-        machines: that began the file, and that measures now.
+        begun_on: the machine that began the file.
     """
 
     def __init__(
         self, folder: Path | None, settings: dict[str, Any] | None, machine: dict[str, Any] | None = None
     ) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.machines = [machine] if machine else []
+        self.machine = self.begun_on = machine
         self.settings = settings or {}
         self.file: Path | None = None
         self._keys: set[tuple[Any, ...]] = set()
@@ -450,8 +453,7 @@ class Records:
                     header = {"settings": settings, "machine": machine}
                     self._append(header)
         before = header["settings"]
-        if header.get("machine"):
-            self.machines = [header["machine"]]
+        self.begun_on = header.get("machine")
         # Runs before there were --budgets had the essays' one budget there, which a measurement's key has.
         before = {**before, "essay": before["essay"][:2]}
         changed = [name for name in settings or {} if before.get(name) != self.settings[name]]
@@ -477,6 +479,8 @@ class Records:
         return found
 
     def add(self, row: dict[str, Any]) -> None:
+        if self.machine:
+            row = {**row, "machine": self.machine}
         if self._keep(row) and self.file is not None:
             self._append(row)
 
@@ -740,8 +744,6 @@ def measure_trials(
     labels = [variant.label for variant in variants]
     if not left_over(trials, labels, records):
         return labels
-    if (machine := machine_report(device)) not in records.machines:
-        records.machines.append(machine)
     prompt = RepeatPrompt.from_tokenizer(tokenizer)
     warm_up(model, prompt, variants, trials[0])
     done = records.refresh()
@@ -763,9 +765,10 @@ def measure_trials(
 def print_results(records: Records, labels: Sequence[str], sizes: Sequence[float], budgets: Sequence[int]) -> None:
     """Conditions and both tables."""
     settings = records.settings
-    print("\n" + "\n".join(map(json.dumps, records.machines)) + "\n\nHeld equal:")
+    shown = shown_rows(records.rows, labels, sizes, budgets)
+    print("\n" + "\n".join(machine_lines(shown, settings["dtype"], records.begun_on)) + "\n\nHeld equal:")
     print(f"  model {settings['model']}, {settings['dtype']}; true positions; questions unseen when evicting")
-    if any("shard" in row for row in records.rows):
+    if any("shard" in row for row in shown):
         print("  several processes measured at once: scoring and eviction are times of a shared machine")
     print(
         f"  needles: {settings['trials']} contexts of {settings['context_tokens']} tokens and one needle, seed "
@@ -781,6 +784,29 @@ def print_results(records: Records, labels: Sequence[str], sizes: Sequence[float
     print(summarize(records.rows, labels, sizes, budgets))
     if beside := beside_kvzip(records.rows, labels, sizes):
         print(f"\nBeside KVzip:\n\n{beside}")
+
+
+def shown_rows(
+    rows: Sequence[dict[str, Any]], labels: Sequence[str], sizes: Sequence[float], budgets: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Those that the tables are made of; arguments as `summarize`'s."""
+    known = {"needle": (*sizes, None), "essay": (*budgets, None)}
+    return [row for row in rows if row["variant"] in labels and row["size"] in known[row["kind"]]]
+
+
+def machine_lines(rows: Sequence[dict[str, Any]], dtype: str, begun_on: dict[str, Any] | None) -> list[str]:
+    """What the rows were measured on, one line for each machine.
+
+    Args:
+        dtype: of the model, the same for a file.
+        begun_on: the machine that the file names at its beginning: all that is known of rows without one.
+    """
+    counts = collections.Counter(json.dumps(row.get("machine")) for row in rows)
+    unknown = f"a machine that was not noted; the file was begun on {json.dumps(begun_on)}"
+    return [
+        f"{count:,} measurement{'s' if count > 1 else ''} in {dtype} on {unknown if machine == 'null' else machine}"
+        for machine, count in counts.items()
+    ]
 
 
 def kind_of(sizes: Sequence[float]) -> str:

@@ -44,7 +44,8 @@ class BenchmarkRun:
         benchmark: its name.
         settings: what all samples have in common.
         samples: by key (`task/length/number`), JSON-ready: `task`, `length`, `score` (0 to 1, in `perplexity` nats a
-            token, in `latency` None) and further figures; `data`, a digest of what was asked.
+            token, in `latency` None) and further figures; `data`, a digest of what was asked; `shared`, whether
+            another process measured into the same folder meanwhile, where that was noted.
         record: further entries of the file (time, command, machine).
     """
 
@@ -64,7 +65,8 @@ class BenchmarkRun:
     def scores(self) -> list[dict[str, Any]]:
         """One entry for each task and length: `score`, `count` of samples, and means of their figures.
 
-        A score is a mean in percent; of `perplexity`, exp of the mean of nats over tokens; of `latency` None.
+        A score is a mean in percent; of `perplexity`, exp of the mean of nats over tokens; of `latency` None. Where
+        samples were measured beside other processes, `shared` is their number.
         """
         groups: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
         for sample in self.samples.values():
@@ -119,10 +121,12 @@ class BenchmarkRun:
             raise ValueError(f"{path}: {error}") from None
 
     def table(self) -> str:
-        """One line for each task and length, in plain text."""
+        """One line for each task and length, in plain text; times of a shared machine, where that is known, with *."""
         rows = []
-        for entry in self.scores():
+        scores = self.scores()
+        for entry in scores:
             speed = entry.get("seconds_per_token")
+            mark = "*" if "shared" in entry else ""
             rows.append(
                 [
                     entry["task"],
@@ -131,13 +135,24 @@ class BenchmarkRun:
                     "–" if entry["score"] is None else f"{entry['score']:.2f}",
                     _shown(entry.get("kept_pairs"), ",.0f"),
                     _shown(_mega(entry.get("cache_bytes")), ",.2f"),
-                    _shown(entry.get("prefill_seconds"), ".2f"),
-                    _shown(entry.get("answer_seconds") if speed is None else 1000 * speed, ".2f"),
+                    _shown(entry.get("prefill_seconds"), ".2f", mark),
+                    _shown(entry.get("answer_seconds") if speed is None else 1000 * speed, ".2f", mark),
                 ]
             )
         last = "ms/token" if self.benchmark == "latency" else "answer s"
         header = ["task", "tokens", "samples", "score", "pairs", "MB", "prefill s", last]
-        return aligned_table(header, rows)
+        table = aligned_table(header, rows)
+        if shared := sum(entry.get("shared", 0) for entry in scores):
+            table += f"\n\n* {shared_words(shared, len(self.samples))}"
+        return table
+
+
+def shared_words(shared: int, samples: int) -> str:
+    """Of samples whose times are those of a shared machine."""
+    return (
+        f"{shared:,} of {samples:,} samples were measured while other processes measured into the same folder: their "
+        "times may be longer than those of a process by itself"
+    )
 
 
 def _summary(benchmark: str, group: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -155,11 +170,13 @@ def _summary(benchmark: str, group: Sequence[dict[str, Any]]) -> dict[str, Any]:
             # Times of a shared machine have outliers.
             mean = statistics.median if benchmark == "latency" else statistics.fmean
             summary[name] = mean(values)
+    if shared := sum(bool(sample.get("shared")) for sample in group):
+        summary["shared"] = shared
     return summary
 
 
-def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def _shown(value: float | None, form: str, mark: str = "") -> str:
+    return "–" if value is None else format(value, form) + mark
 
 
 def _mega(value: float | None) -> float | None:
@@ -186,13 +203,15 @@ def open_run(
     *,
     model_name: str = "",
     path: str | Path | None = None,
-    restart: bool = False,
+    restart: bool | str = False,
     record: dict[str, Any] | None = None,
 ) -> BenchmarkRun:
     """A new run, or the one in the file, if it was measured under the same settings.
 
     Args:
         settings: further ones than the model and its cache.
+        restart: a new run in any case; with the name of a restart (`SharedFolder.join_restart`), unless the one in the
+            file is of that restart.
         record: further entries of the file.
 
     Raises:
@@ -208,7 +227,7 @@ def open_run(
     }
     settings = json.loads(json.dumps(settings))  # as a file gives it back
     run = BenchmarkRun(benchmark, settings)
-    if path is not None and not restart and Path(path).exists():
+    if path is not None and (not restart or _is_of(path, restart)) and Path(path).exists():
         run = BenchmarkRun.read(path)
         names = {*settings, *run.settings}
         differing = sorted(name for name in names if run.settings.get(name) != settings.get(name))
@@ -221,12 +240,22 @@ def open_run(
                 f"{run.settings.get(name)!r} there, {settings.get(name)!r} now); write elsewhere, or restart to "
                 "replace it"
             )
+    begun = restart if isinstance(restart, str) else run.record.get("restart")
     run.record = {
+        **({"restart": begun} if begun else {}),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **(record or {}),
         "machine": machine_report(reader.device),
     }
     return run
+
+
+def _is_of(path: str | Path, restart: bool | str) -> bool:
+    """Whether a file holds a run of a restart of that name."""
+    try:
+        return isinstance(restart, str) and BenchmarkRun.read(path).record.get("restart") == restart
+    except (OSError, ValueError):
+        return False
 
 
 def check_data(run: BenchmarkRun, data: Mapping[str, str], path: str | Path | None = None) -> None:
@@ -255,6 +284,7 @@ def run_items(
     path: str | Path | None = None,
     *,
     data: Mapping[str, str] | None = None,
+    shared: Callable[[], bool] | None = None,
     progress: bool = True,
 ) -> BenchmarkRun:
     """Measure what is not in the run yet, and save while doing so, also when interrupted.
@@ -262,6 +292,7 @@ def run_items(
     Args:
         items: a sample's key, and what measures it.
         data: by key, a digest of what the sample is made from, which is kept with its results.
+        shared: asked before and after each sample whether another process measures; the answer is kept with it.
 
     Raises:
         ValueError: see `check_data`.
@@ -274,7 +305,11 @@ def run_items(
         with tqdm(total=len(todo), unit="sample", dynamic_ncols=True, disable=None if progress else True) as bar:
             for key, measure in todo:
                 bar.set_description(f"{run.label}: {key}", refresh=False)
-                run.samples[key] = {**measure(), **({"data": data[key]} if key in data else {})}
+                beside = shared is not None and shared()
+                sample = {**measure(), **({"data": data[key]} if key in data else {})}
+                if shared is not None:
+                    sample["shared"] = beside or shared()
+                run.samples[key] = sample
                 bar.update()
                 if path is not None and time.monotonic() - saved > _SAVE_SECONDS:
                     run.write(path)

@@ -491,14 +491,27 @@ def write_json(
     command: str | None = None,
     **more: Any,
 ) -> Path:
-    """The results with everything needed to repeat them; written beside, then renamed.
+    """The results with everything needed to repeat them; written beside, then renamed. Arguments as `json_record`."""
+    return write_record(path, json_record(results, model=model, device=device, seed=seed, command=command, **more))
+
+
+def json_record(
+    results: Sequence[CacheResult],
+    *,
+    model: str | None,
+    device: torch.device | str = "cpu",
+    seed: int | None = None,
+    command: str | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """The results with everything needed to repeat them, for `write_record`.
 
     Args:
         results: may be empty, where `more` is what there is to tell.
         model: the model's id or folder.
         more: further JSON-ready entries (dtype, where the text came from).
     """
-    record = {
+    return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": command,
         "model": model,
@@ -516,6 +529,10 @@ def write_json(
             for result in results
         ],
     }
+
+
+def write_record(path: str | Path, record: dict[str, Any]) -> Path:
+    """Write what `json_record` returned; beside, then renamed."""
     # allow_nan=False: a NaN in a JSON file breaks other readers; figures that are not finite become strings. So do
     # options that are objects.
     text = json.dumps(_finite(record), indent=2, allow_nan=False, default=str)

@@ -66,6 +66,12 @@ def machine_report(device: torch.device | str = "cpu") -> dict[str, Any]:
     }
 
 
+def machine_name(machine: dict[str, Any]) -> str:
+    """The device that a report of the machine names: the accelerator, or else the processor."""
+    device = str(machine.get("device") or "an unknown machine")
+    return str(machine.get("cpu") or device) if device == "cpu" else device
+
+
 def choose_threads(max_threads: int | None = None, advantage: float = 1.15) -> int:
     """Time one small layer with 1, 2, 4, … threads and return the fastest count that is worth it.
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfar.evaluation.benchmark_runs import FORMAT, BenchmarkRun, higher_is_better
+from nearfar.evaluation.benchmark_runs import FORMAT, BenchmarkRun, higher_is_better, shared_words
 from nearfar.evaluation.comparison import _COLORS, _MARKERS
 from nearfar.evaluation.context_reading import FULL, cache_label
 from nearfar.evaluation.multi_needle import NeedleResults, short_length, write_heat_map
@@ -247,6 +247,9 @@ def _notes(comparison: Comparison) -> list[str]:
         lines.append(f"Samples of each task and length: {number}.")
         if least != most:
             lines.append("**Runs with different numbers of samples are compared.**")
+    samples = [sample for run in comparison.runs for sample in run.samples.values()]
+    if shared := sum(bool(sample.get("shared")) for sample in samples):
+        lines.append(f"Times: {shared_words(shared, len(samples))}.")
     return lines
 
 

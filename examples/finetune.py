@@ -47,8 +47,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 import nearfar  # noqa: F401  (the Auto classes learn its models)
 from nearfar.conversion.packaged_model import cache_root
 from nearfar.evaluation.machine import machine_report
-from nearfar.modeling.atomic_file import write_beside
 from nearfar.training.perplexity_log import LOG_NAME, PerplexityLog, read_perplexity_log
+from nearfar.training.run_folder import check_run, last_checkpoint, write_json, write_run
 from nearfar.training.token_blocks import TokenBlocks, load_token_blocks
 
 # What must be equal for a run to be gone on with.
@@ -159,17 +159,6 @@ class Progress(ProgressCallback):
             self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
 
 
-def write_json(path: Path, content: Any) -> None:
-    text = json.dumps(content, indent=2) + "\n"
-    write_beside(path, lambda file: file.write_text(text, encoding="utf-8"))
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint: its trainer_state.json is written last."""
-    whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
-    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-
-
 def is_last(checkpoint: Path) -> bool:
     """Whether no step comes after a checkpoint: it is the last one's, or training was stopped early there."""
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
@@ -185,27 +174,6 @@ class ResumableTrainer(Trainer):
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
         epochs, *others = super().set_initial_training_values(*args, **kwargs)
         return (0 if self.ended else epochs, *others)
-
-
-def check_run(options: argparse.Namespace) -> bool:
-    """Whether the run is finished.
-
-    Raises:
-        ValueError: the folder holds a run with other settings, or an unfinished one that is not to be resumed.
-    """
-    file = options.output / "run.json"
-    if not file.is_file():
-        return False
-    run = json.loads(file.read_text(encoding="utf-8"))
-    for name, value in options.settings.items():
-        if run["settings"].get(name) != value:
-            raise ValueError(
-                f"{options.output} holds a run with {name} = {run['settings'].get(name)!r}, and now it is {value!r}: "
-                "choose another --output, or delete that folder"
-            )
-    if run["result"] is None and not options.resume:
-        raise ValueError(f"{options.output} holds an unfinished run: add --resume to go on with it, or delete it")
-    return run["result"] is not None
 
 
 def training_arguments(options: argparse.Namespace, first_text: str) -> TrainingArguments:
@@ -285,7 +253,7 @@ def run(options: argparse.Namespace, tokenizer: Any, train: TokenBlocks, evaluat
     checkpoint = last_checkpoint(options.output) if options.resume else None
     record: dict[str, Any] = {"settings": options.settings, "result": None}
     if state.is_main_process:
-        write_json(options.output / "run.json", record)
+        write_run(options.output, record)
     arguments = training_arguments(options, next(iter(evaluation)))
     # One process drives one GPU: the Trainer would otherwise spread it over all it sees with DataParallel.
     arguments._n_gpu = min(arguments.n_gpu, 1)
@@ -330,7 +298,7 @@ def run(options: argparse.Namespace, tokenizer: Any, train: TokenBlocks, evaluat
         "processes": options.processes,
         "machine": machine_report(state.device),
     }
-    write_json(options.output / "run.json", record)
+    write_run(options.output, record)
     for leftover in options.output.glob("checkpoint-*"):
         shutil.rmtree(leftover)
 
@@ -454,7 +422,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.processes = state.num_processes
     try:
         resolve(options)
-        finished = check_run(options)
+        finished = check_run(options.output, options.settings, options.resume)
         check_model(options)
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
         train, evaluation = load_data(options, tokenizer)

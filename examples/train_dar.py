@@ -54,7 +54,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from nearfar import DARConfig, DARForCausalLM
 from nearfar.conversion.dar_model_card import trained_model_card
 from nearfar.conversion.packaged_model import cache_root
-from nearfar.evaluation.machine import machine_report
+from nearfar.evaluation.machine import machine_name, machine_report
 from nearfar.evaluation.text_pieces import gather_pieces, read_text_pieces
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.training.digit_tokenizer import LEAST_VOCABULARY, train_digit_tokenizer
@@ -65,7 +65,16 @@ from nearfar.training.perplexity_log import (
     relative_perplexity,
     tokens_per_second,
 )
-from nearfar.training.token_blocks import TokenBlocks, load_token_blocks, text_fragments
+from nearfar.training.run_folder import (
+    check_run,
+    checkpoint_step,
+    last_checkpoint,
+    read_run,
+    same_settings,
+    write_json,
+    write_run,
+)
+from nearfar.training.token_blocks import TokenBlocks, load_token_blocks, text_files, text_fragments
 
 # Pythia's shapes and learning rates: hidden size, layers, heads, rate.
 SIZES = {
@@ -239,17 +248,29 @@ def train_tokenizer(options: argparse.Namespace) -> None:
         ValueError: the one that is there is of another text or size.
     """
     folder, record = Path(options.tokenizer), Path(options.tokenizer, "trained_on.json")
-    wanted = {"vocabulary": options.vocabulary, "text": options.text or options.dataset}
+    wanted = {
+        "vocabulary": options.vocabulary,
+        "text": options.text or options.dataset,
+        "split": options.split if options.dataset else None,
+        "text_field": options.text_field,
+        "bytes": {str(file): file.stat().st_size for file in text_files(options.text)} if options.text else None,
+    }
     if record.is_file():
-        if json.loads(record.read_text(encoding="utf-8")) != wanted:
-            raise ValueError(f"{folder} was trained with another --vocabulary or text: choose another --output")
+        found = json.loads(record.read_text(encoding="utf-8"))
+        # Older records have the first two only.
+        differing = [name for name in wanted if name in found and found[name] != wanted[name]]
+        if differing:
+            raise ValueError(
+                f"{folder} was trained with another --vocabulary or text ({', '.join(differing)}): choose another "
+                "--output"
+            )
         return
     if options.dataset:
         most = TOKENIZER_CHARACTERS * DATASET_SPREAD
-        found = read_text_pieces(options.dataset, most, split=options.split, column=options.text_field)
+        read = read_text_pieces(options.dataset, most, split=options.split, column=options.text_field)
     else:
-        found = gather_pieces(text_fragments([Path(path) for path in options.text], text_field=options.text_field))
-    pieces = spread_pieces(found, TOKENIZER_CHARACTERS)
+        read = gather_pieces(text_fragments([Path(path) for path in options.text], text_field=options.text_field))
+    pieces = spread_pieces(read, TOKENIZER_CHARACTERS)
     train_digit_tokenizer(pieces, options.vocabulary, sentences=()).save_pretrained(folder)
     write_json(record, wanted)
 
@@ -317,53 +338,6 @@ class Progress(ProgressCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:
             self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
-
-
-def write_json(path: Path, content: Any) -> None:
-    text = json.dumps(content, indent=2) + "\n"
-    write_beside(path, lambda file: file.write_text(text, encoding="utf-8"))
-
-
-def read_run(folder: Path) -> dict[str, Any] | None:
-    """What a variant's folder says about itself: `settings`, and `result` once it is finished."""
-    file = folder / "run.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint: its trainer_state.json is written last."""
-    whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
-    return max(whole, key=checkpoint_step, default=None)
-
-
-def checkpoint_step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
-
-
-def same_settings(run: dict[str, Any], settings: dict[str, Any]) -> bool:
-    """Whether a run has these settings; those that it does not name are `None`."""
-    names = run["settings"].keys() | settings.keys()
-    return all(run["settings"].get(name) == settings.get(name) for name in names)
-
-
-def check_run(folder: Path, settings: dict[str, Any], resume: bool) -> bool:
-    """Whether a variant is finished.
-
-    Raises:
-        ValueError: its folder holds a run with other settings, or an unfinished one that is not to be resumed.
-    """
-    run = read_run(folder)
-    if run is None:
-        return False
-    for name, value in settings.items():
-        if run["settings"].get(name) != value:
-            raise ValueError(
-                f"{folder} holds a run with {name} = {run['settings'].get(name)!r}, and now it is {value!r}: choose "
-                "another --output, or delete that folder"
-            )
-    if run["result"] is None and not resume:
-        raise ValueError(f"{folder} holds an unfinished run: add --resume to go on with it, or delete that folder")
-    return run["result"] is not None
 
 
 def fit(
@@ -454,7 +428,7 @@ def train_variant(
     machine = machine_report(PartialState().device)
     run = {"settings": options.settings, "variant": variant.fields, "machine": machine, "result": None}
     if main_process:
-        write_json(folder / "run.json", run)
+        write_run(folder, run)
     model, log_history = fit(options, folder, config, train, evaluation)
     if main_process:
         model.to(PartialState().device)  # one that only missed its end was just loaded
@@ -475,7 +449,7 @@ def train_variant(
                 model.to(getattr(torch, options.save_dtype))
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        write_json(folder / "run.json", run)
+        write_run(folder, run)
         for leftover in folder.glob("checkpoint-*"):
             shutil.rmtree(leftover)
     PartialState().wait_for_everyone()
@@ -521,7 +495,7 @@ def write_card(
         "vanilla": twin and {field: twin[field] for field in ("parameters", "perplexity", "seconds")},
         "computed_in": "bfloat16 autocast" if options.bf16 else "float32",
         "saved_as": options.save_dtype or "float32",
-        "machine": machine["device"] if machine["device"] != "cpu" else machine["cpu"],
+        "machine": machine_name(machine),
         "versions": machine["versions"],
     }  # fmt: skip
     write_json(folder / "training.json", record)

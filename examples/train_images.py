@@ -24,7 +24,6 @@ adds a batch of its own: `accelerate launch --num_processes 8 examples/train_ima
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import shutil
 import sys
@@ -50,6 +49,7 @@ from nearfar.evaluation.machine import machine_report
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.training.flow_matching import TIMES, WEIGHTINGS
 from nearfar.training.image_training import ImageTrainer, ImageTraining, last_checkpoint
+from nearfar.training.run_folder import check_run, write_run
 
 LEARNING_RATES = {"muon": 3e-3, "mano": 6e-4, "adamw": 1e-3}
 # What must be equal for a run to be gone on with.
@@ -127,32 +127,6 @@ def make_model(options: argparse.Namespace, data: ImageData) -> Any:
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
-
-
-def write_json(path: Path, content: Any) -> None:
-    text = json.dumps(content, indent=2) + "\n"
-    write_beside(path, lambda file: file.write_text(text, encoding="utf-8"))
-
-
-def check_run(options: argparse.Namespace) -> bool:
-    """Whether the run in --output is finished.
-
-    Raises:
-        ValueError: it has other settings, or is unfinished and not to be resumed.
-    """
-    file = options.output / "run.json"
-    if not file.is_file():
-        return False
-    run = json.loads(file.read_text(encoding="utf-8"))
-    for name, value in options.settings.items():
-        if run["settings"].get(name) != value:
-            raise ValueError(
-                f"{options.output} holds a run with {name} = {run['settings'].get(name)!r}, and now it is {value!r}: "
-                "choose another --output, or delete that folder"
-            )
-    if run["result"] is None and not options.resume:
-        raise ValueError(f"{options.output} holds an unfinished run: add --resume to go on with it, or delete it")
-    return run["result"] is not None
 
 
 def model_card(options: argparse.Namespace, model: Any, run: dict[str, Any], classes: Sequence[str]) -> str:
@@ -234,14 +208,14 @@ def train(options: argparse.Namespace, trainer: ImageTrainer, data: ImageData) -
         "result": None,
     }
     if main_process:
-        write_json(options.output / "run.json", run)
+        write_run(options.output, run)
     result = trainer.train(last_checkpoint(options.output) if options.resume else None)
     if main_process:
         model = save(options, trainer, getattr(torch, options.save_dtype))
         run["result"] = result
         card = model_card(options, model, run, data.classes)
         write_beside(options.output / "model" / "README.md", lambda file: file.write_text(card, encoding="utf-8"))
-        write_json(options.output / "run.json", run)
+        write_run(options.output, run)
         for leftover in options.output.glob("checkpoint-*"):
             shutil.rmtree(leftover)
         print(
@@ -375,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     state = PartialState(cpu=options.cpu)
     try:
         resolve(options)
-        if check_run(options):
+        if check_run(options.output, options.settings, options.resume):
             state.print(f"{options.output}: finished already")
             return 0
         data = load_data(options)

@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import json
 import math
 import re
 import shutil
@@ -49,7 +48,6 @@ from nearfar import ProxyFormerConfig, ProxyFormerForCausalLM
 from nearfar.conversion.packaged_model import cache_root
 from nearfar.evaluation.comparison import aligned_table
 from nearfar.evaluation.machine import machine_report
-from nearfar.modeling.atomic_file import write_beside
 from nearfar.training.matrix_optimizer import make_optimizer
 from nearfar.training.perplexity_log import (
     PerplexityLog,
@@ -58,6 +56,7 @@ from nearfar.training.perplexity_log import (
     relative_perplexity,
     tokens_per_second,
 )
+from nearfar.training.run_folder import check_run, checkpoint_step, last_checkpoint, read_run, write_json, write_run
 from nearfar.training.token_blocks import TokenBlocks, load_token_blocks
 
 # Name -> whether it reads each block alone.
@@ -198,43 +197,6 @@ def block_losses(model: Any, windows: TokenBlocks, block: int, alone: bool, bf16
     return torch.stack(rows)
 
 
-def write_json(path: Path, content: Any) -> None:
-    text = json.dumps(content, indent=2) + "\n"
-    write_beside(path, lambda file: file.write_text(text, encoding="utf-8"))
-
-
-def read_run(folder: Path) -> dict[str, Any] | None:
-    """What a variant's folder says about itself: `settings`, and `result` once it is finished."""
-    file = folder / "run.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-
-
-def last_checkpoint(folder: Path) -> tuple[int, Path] | None:
-    """Step and folder of the newest whole checkpoint: its trainer_state.json is written last."""
-    whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
-    return max(((int(path.name.rpartition("-")[2]), path) for path in whole), default=None)
-
-
-def check_run(folder: Path, settings: dict[str, Any], resume: bool) -> bool:
-    """Whether a variant is finished.
-
-    Raises:
-        ValueError: its folder holds a run with other settings, or an unfinished one that is not to be resumed.
-    """
-    run = read_run(folder)
-    if run is None:
-        return False
-    for name, value in settings.items():
-        if run["settings"].get(name) != value:
-            raise ValueError(
-                f"{folder} holds a run with {name} = {run['settings'].get(name)!r}, and now it is {value!r}: choose "
-                "another --output, or delete that folder"
-            )
-    if run["result"] is None and not resume:
-        raise ValueError(f"{folder} holds an unfinished run: add --resume to go on with it, or delete that folder")
-    return run["result"] is not None
-
-
 def fit(
     options: argparse.Namespace,
     variant: str,
@@ -245,10 +207,10 @@ def fit(
     """The trained model; checkpoints and `perplexity.jsonl` are left in the variant's folder."""
     folder = options.output / variant
     checkpoint = last_checkpoint(folder) if options.resume else None
-    if checkpoint is not None and checkpoint[0] == options.steps:  # only the end was missed
-        state = TrainerState.load_from_json(str(checkpoint[1] / "trainer_state.json"))
+    if checkpoint is not None and checkpoint_step(checkpoint) == options.steps:  # only the end was missed
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         assert state.global_step == options.steps
-        model = ProxyFormerForCausalLM.from_pretrained(checkpoint[1], dtype=torch.float32)
+        model = ProxyFormerForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         return model.to(PartialState().device)
     set_seed(options.seed)
     model = ProxyFormerForCausalLM(config)
@@ -297,7 +259,7 @@ def fit(
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress())
-    trainer.train(resume_from_checkpoint=str(checkpoint[1]) if checkpoint else None)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return model
 
 
@@ -314,7 +276,7 @@ def train_variant(
     main_process = PartialState().is_main_process
     run = {"settings": options.settings, "variant": variant, "result": None}
     if main_process:
-        write_json(folder / "run.json", run)
+        write_run(folder, run)
     model = fit(options, variant, config, train, evaluation)
     if main_process:
         model.config.use_cache = True  # the Trainer has switched it off
@@ -334,7 +296,7 @@ def train_variant(
             "row_losses": {name: losses.mean(1).tolist() for name, losses in by_block.items()},
             "tokens_per_second": tokens_per_second(lines),
         }
-        write_json(folder / "run.json", run)
+        write_run(folder, run)
         for leftover in folder.glob("checkpoint-*"):
             shutil.rmtree(leftover)
     PartialState().wait_for_everyone()

@@ -39,7 +39,7 @@ from transformers import AutoTokenizer, set_seed
 
 from nearfar import ProxyFormerConfig, ProxyFormerForCausalLM, __version__
 from nearfar.evaluation.card_data import Metric, card_data
-from nearfar.evaluation.machine import machine_report
+from nearfar.evaluation.machine import machine_name, machine_report
 from nearfar.evaluation.multi_needle import NeedleResults, evaluate_needles, least_length, write_heat_map
 from nearfar.evaluation.needle_documents import (
     DEFAULT_IDS,
@@ -53,6 +53,7 @@ from nearfar.modeling.atomic_file import write_beside
 from nearfar.training.digit_tokenizer import train_digit_tokenizer
 from nearfar.training.needle_curriculum import NEEDLE_PLANS, NeedlePlan, read_plan
 from nearfar.training.needle_training import NeedleTrainer, NeedleTraining, last_checkpoint
+from nearfar.training.run_folder import check_run, write_json, write_run
 
 HELD_OUT = 0.1
 # What must be equal for a run to be gone on with.
@@ -146,11 +147,6 @@ def save_model(folder: Path, model: ProxyFormerForCausalLM, tokenizer: Any) -> N
     beside.replace(folder)
 
 
-def write_json(path: Path, content: Any) -> None:
-    text = json.dumps(content, indent=2) + "\n"
-    write_beside(path, lambda file: file.write_text(text, encoding="utf-8"))
-
-
 def model_card(options: argparse.Namespace, model: ProxyFormerForCausalLM, run: dict[str, Any]) -> str:
     """README.md of the checkpoint."""
     config, result = model.config, run["result"]
@@ -207,34 +203,7 @@ cache = model.encode_history(tokenizer(document, return_tensors="pt").input_ids)
 """
 
 
-def machine_name(machine: dict[str, Any]) -> str:
-    """The device that a report of the machine names."""
-    device = str(machine.get("device") or "an unknown machine")
-    return str(machine.get("cpu") or device) if device == "cpu" else device
-
-
 # --- a run -----------------------------------------------------------------------------------------------------------
-
-
-def check_run(options: argparse.Namespace) -> bool:
-    """Whether the run in --output is finished.
-
-    Raises:
-        ValueError: it has other settings, or is unfinished and not to be resumed.
-    """
-    file = options.output / "run.json"
-    if not file.is_file():
-        return False
-    run = json.loads(file.read_text(encoding="utf-8"))
-    for name, value in options.settings.items():
-        if run["settings"].get(name) != value:
-            raise ValueError(
-                f"{options.output} holds a run with {name} = {run['settings'].get(name)!r}, and now it is {value!r}: "
-                "choose another --output, or delete that folder"
-            )
-    if run["result"] is None and not options.resume:
-        raise ValueError(f"{options.output} holds an unfinished run: add --resume to go on with it, or delete it")
-    return run["result"] is not None
 
 
 def evaluate(
@@ -296,7 +265,7 @@ def train(options: argparse.Namespace, trainer: NeedleTrainer, tokenizer: Any, h
         "result": None,
     }
     if main_process:
-        write_json(options.output / "run.json", run)
+        write_run(options.output, run)
     result = trainer.train(last_checkpoint(options.output) if options.resume else None)
     if main_process:
         model.eval()
@@ -315,7 +284,7 @@ def train(options: argparse.Namespace, trainer: NeedleTrainer, tokenizer: Any, h
         run["result"] = {**result, "needles": options.needles, "accuracy": accuracy}
         card = model_card(options, model, run)
         write_beside(options.output / "model" / "README.md", lambda file: file.write_text(card, encoding="utf-8"))
-        write_json(options.output / "run.json", run)
+        write_run(options.output, run)
         for leftover in options.output.glob("checkpoint-*"):
             shutil.rmtree(leftover)
         print(
@@ -482,7 +451,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.write_plan:
             write_json(options.write_plan, options.plan_object.to_dict())
             return 0
-        finished = check_run(options)
+        finished = check_run(options.output, options.settings, options.resume)
         problem = [""]
         if state.is_main_process:
             try:

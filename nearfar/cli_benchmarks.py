@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from nearfar.evaluation.benchmark_runs import Item
     from nearfar.evaluation.context_reading import CacheChoice, ContextReader
+    from nearfar.evaluation.shared_folder import SharedFolder
     from nearfar.evaluation.task_samples import PromptFrame, Sample
 
 RULER_EXAMPLES = """\
@@ -159,8 +160,8 @@ def _benchmark(
     add(
         "--restart",
         action="store_true",
-        help="throw results that are there away instead of going on from them; with one process only: several would "
-        "throw away each other's",
+        help="throw results that are there away instead of going on from them; a process that begins while another "
+        "with --restart is at the same benchmark takes part in its restart, and keeps what has been redone",
     )
     cli.add_machine_arguments(parser)
     return parser
@@ -283,14 +284,17 @@ class _Session:
         """
         from nearfar.evaluation.benchmark_runs import run_file_name
         from nearfar.evaluation.file_lock import held_lock
+        from nearfar.evaluation.shared_folder import joined
 
-        for choice in self.choices:
-            path = self.out / run_file_name(self.benchmark, choice)
-            with held_lock(path.with_name(f".{path.stem}.lock"), wait=False) as held:
-                if not held:
-                    cli._say(f"{path}: left to another process, which is measuring it")
-                    continue
-                self._run_one(choice, path, settings, items, data)
+        with joined(self.out) as folder:
+            restart = folder.join_restart(self.benchmark) if self.args.restart else False
+            for choice in self.choices:
+                path = self.out / run_file_name(self.benchmark, choice)
+                with held_lock(path.with_name(f".{path.stem}.lock"), wait=False) as held:
+                    if not held:
+                        cli._say(f"{path}: left to another process, which is measuring it")
+                        continue
+                    self._run_one(choice, path, settings, items, data, folder, restart)
         return 0
 
     def _run_one(
@@ -300,6 +304,8 @@ class _Session:
         settings: dict[str, Any],
         items: Callable[[ContextReader], Sequence[Item]],
         data: Mapping[str, str] | None,
+        folder: SharedFolder,
+        restart: bool | str,
     ) -> None:
         from nearfar.evaluation.benchmark_runs import open_run, run_items
         from nearfar.evaluation.context_reading import ContextReader
@@ -312,10 +318,10 @@ class _Session:
             settings,
             model_name=self.name,
             path=path,
-            restart=self.args.restart,
+            restart=restart,
             record={"command": self.args.command_line},
         )
-        run_items(run, items(reader), path, data=data)
+        run_items(run, items(reader), path, data=data, shared=folder.has_others)
         print(f"{self.benchmark}, {Path(self.name).name}, {run.label}\n\n{run.table()}\n\ndata: {path}\n")
 
 

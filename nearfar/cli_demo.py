@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from nearfar.evaluation.comparison import CacheResult
 
+RECORD_NAME = "comparison.json"
 # What the sections besides the caches show, in a checkout.
 KEPT_PROXYFORMER, KEPT_DAR, KEPT_IMAGES = (
     "checkpoints/proxyformer-needles-12m", "checkpoints/dar-14m", "checkpoints/proxyformer-mnist-9m",
@@ -45,6 +47,12 @@ class Section:
     record: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     failed: bool = False
+
+
+# Entries of the JSON that are those of one command; `earlier` has them for the systems of another.
+CIRCUMSTANCES = ("time", "command", "seed", "dtype", "text", "load_average_before", "machine")
+# Entries that the pruned caches' results come with.
+PRUNED_ENTRIES = ("model", "held_equal", "results")
 
 
 class Skipped(Exception):
@@ -102,7 +110,12 @@ def add_demo(commands: Any) -> None:
         "--decode-tokens", type=cli._count, default=32, metavar="N", help="tokens of the timed decoding; 0 for none"
     )
     parser.add_argument("--seed", type=int, default=0, help="chooses the needles and the noise of images")
-    parser.add_argument("--out", default="nearfar-demo", metavar="DIR", help="where PNGs and the JSON go")
+    parser.add_argument(
+        "--out",
+        default="nearfar-demo",
+        metavar="DIR",
+        help="where PNGs and the JSON go; the results of other systems that are there stay",
+    )
     cli._add_budget_arguments(parser)
     cli.add_machine_arguments(parser)
 
@@ -123,6 +136,7 @@ def _demo(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         raise cli.UserError(f"--out {out} is a file; give a folder")
+    read_record(out / RECORD_NAME)
     given = None if args.text is None else load_texts([args.text])[0].text
     asked = args.systems is not None
     if not asked:
@@ -179,6 +193,8 @@ def _print_end(demo: Demo, sections: dict[str, Section]) -> None:
             print(f"{section.title.ljust(width)}  {section.seconds:7.0f}  {section.said}")
     if demo.path is not None:
         print(f"\ndata:   {demo.path}")
+        if demo.earlier:
+            print(f"        with {', '.join(demo.earlier)} of earlier commands")
     demo.print_load()
 
 
@@ -209,6 +225,7 @@ class Demo:
         self.origin = "Paul Graham's essays" if text is None else Path(args.text).name
         self.load = load_average()
         self.path: Path | None = None
+        self.earlier: list[str] = []
         self.results: list[CacheResult] = []
         self._threads_chosen = False
 
@@ -231,12 +248,14 @@ class Demo:
         return folder, cli.load_model(str(folder), self.device, self.dtype), tokenizer
 
     def write(self, more: dict[str, Any]) -> None:
-        """Write comparison.json with what has been found so far; `more` has an entry for each further system."""
-        from nearfar.evaluation.comparison import write_json
+        """Write comparison.json with what has been found so far; `more` has an entry for each further system.
 
-        args = self.args
-        self.path = write_json(
-            self.out / "comparison.json",
+        What the file has of other systems stays, and `earlier` tells under which circumstances it was found.
+        """
+        from nearfar.evaluation.comparison import json_record, write_record
+
+        args, path = self.args, self.out / RECORD_NAME
+        record = json_record(
             self.results,
             model=(args.model or cli.DEMO_MODEL) if "pruned" in args.systems else None,
             device=self.device,
@@ -247,6 +266,16 @@ class Demo:
             load_average_before=self.load,
             **more,
         )
+        before, earlier = read_record(path), {}
+        for system in SECTIONS:
+            names = PRUNED_ENTRIES if system == "pruned" else (system,)
+            if record.get(names[-1]) or not before.get(names[-1]):
+                continue
+            record |= {name: before[name] for name in names if name in before}
+            known = before.get("earlier", {}).get(system, before)
+            earlier[system] = {name: known.get(name) for name in CIRCUMSTANCES}
+        self.earlier = list(earlier)
+        self.path = write_record(path, {**record, "earlier": earlier} if earlier else record)
 
     def print_load(self) -> None:
         """Say so if other programs were running."""
@@ -255,6 +284,23 @@ class Demo:
         cores = available_cores()
         if self.load is not None and self.device.type == "cpu" and self.load >= cores / 2:
             print(f"Other programs kept the {cores} cores busy (load {self.load:.1f}): the times say little.")
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What an earlier command wrote; empty where there is none.
+
+    Raises:
+        UserError: the file is something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # JSON's and UTF-8's are ValueErrors
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("results"), list):
+        raise cli.UserError(f"{path} is no record of a demo: delete it, or give another --out")
+    return record
 
 
 def kept(name: str) -> Path:

@@ -246,6 +246,36 @@ def test_records_of_several_processes(tmp_path: Path) -> None:
         pruning_quality.Records(tmp_path, {**settings, "seed": 1})
 
 
+def test_tables_say_which_machines_their_rows_are_of(
+    tiny: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an older file, whose rows name none, is gone on with elsewhere."""
+    more = ["--policies", "full", "--essay-trials", "0", "--trials", "3"]
+    report = pruning_quality.machine_report
+    monkeypatch.setattr(pruning_quality, "machine_report", lambda device: {**report(device), "cpu": "one"})
+    assert _quality(tiny, tmp_path, *more) == 0
+    assert '3 measurements in float32 on {"cpu": "one"' in capsys.readouterr().out
+    file = tmp_path / "measurements.jsonl"
+    header, *lines = file.read_text().splitlines()
+    first, second, _ = map(json.loads, lines)
+    assert first["machine"]["cpu"] == "one" and first["machine"]["versions"]["torch"]
+    del first["machine"]
+    file.write_text("".join(f"{line}\n" for line in (header, json.dumps(first), json.dumps(second))))
+    monkeypatch.setattr(pruning_quality, "machine_report", lambda device: {**report(device), "cpu": "two"})
+    assert _quality(tiny, tmp_path, *more) == 0
+    again = capsys.readouterr().out
+    assert pruning_quality.main(["--out", str(tmp_path), "--table"]) == 0
+    for shown in (again, capsys.readouterr().out):
+        assert shown.count("measurement in float32 on") == 3
+        assert '1 measurement in float32 on a machine that was not noted; the file was begun on {"cpu": "one"' in shown
+        assert '1 measurement in float32 on {"cpu": "one"' in shown
+        assert '1 measurement in float32 on {"cpu": "two"' in shown
+    # Of what is not shown nothing is said.
+    assert (
+        pruning_quality.machine_lines(pruning_quality.shown_rows([second], ["other"], [], []), "float32", None) == []
+    )
+
+
 def test_records_after_a_beginning_that_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"seed": 0, "essay": [1, 2]}
     file = tmp_path / "measurements.jsonl"
@@ -333,7 +363,7 @@ def test_mapper_ablation(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert mapper_ablation.main(["--out", str(out), "--table"]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == shown.splitlines()[-3:]
     assert mapper_ablation.main([*command, "--variants", "whole", "--learning-rate", "1"]) == 2
-    assert "another learning_rate" in capsys.readouterr().err
+    assert "another learning_rate (learning_rate was 0.0005, is now 1.0); give" in capsys.readouterr().err
     # Nor is something else trained into the same table.
     assert mapper_ablation.main([*command, "--variants", "no-heads", "--seeds", "7", "--learning-rate", "1"]) == 2
     assert "another learning_rate" in capsys.readouterr().err
@@ -353,6 +383,28 @@ def test_mapper_ablation(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
         name: seeds[0]["parameters"] for name, seeds in mapper_ablation.read_results(tmp_path / "states").items()
     }
     assert parameters["whole"] - parameters["no-states"] == 3 * 2 * 3 * 16  # of the first convolution
+
+
+def test_mapper_ablation_goes_on_only_under_the_same_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing is finished yet: a checkpoint alone would be gone on with for other steps."""
+    write_pairs(tmp_path / "pairs", [40, 30])
+    command = ["--pairs", str(tmp_path / "pairs"), "--out", str(tmp_path / "out"), "--variants", "whole", *MACHINE]
+    command += ["--epoch-steps", "2", "--steps"]
+
+    def interrupted(*args: Any) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(mapper_ablation, "train", interrupted)
+    with pytest.raises(RuntimeError):
+        mapper_ablation.main([*command, "4"])
+    with pytest.raises(RuntimeError):
+        mapper_ablation.main([*command, "4"])
+    for others in (["8"], ["8", "--variants", "no-heads"]):
+        assert mapper_ablation.main([*command, *others]) == 2
+        shown = capsys.readouterr().err
+        assert "another steps (steps was 4, is now 8); give another --out" in shown and "whole-seed0" in shown
 
 
 def test_dar_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from nearfar.evaluation import benchmark_runs
 from nearfar.evaluation.benchmark_runs import BenchmarkRun, measure_answers, open_run, run_items
 from nearfar.evaluation.context_reading import CacheChoice, ContextReader
 from nearfar.evaluation.file_lock import held_lock
+from nearfar.evaluation.shared_folder import joined
 from nearfar.evaluation.task_samples import PromptFrame, Question, Sample
 
 MACHINE = ["--device", "cpu", "--threads", "1"]
@@ -203,6 +204,62 @@ def test_runs_are_shared_by_processes(
     assert sorted(path.name for path in (tmp_path / "runs").glob("*.json")) == names[1:]
     assert cli.main(command) == 0
     assert sorted(path.name for path in (tmp_path / "runs").glob("*.json")) == names
+
+
+def test_processes_that_restart_together_keep_what_one_of_them_has_redone(
+    checkpoint: str,
+    text_file: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[int] = []
+    measure = benchmark_runs.measure_perplexity
+
+    def counted(*args: Any) -> dict[str, Any]:
+        measured.append(1)
+        return measure(*args)
+
+    monkeypatch.setattr(benchmark_runs, "measure_perplexity", counted)
+    out = tmp_path / "runs"
+    command = [
+        "eval",
+        "perplexity",
+        checkpoint,
+        *MACHINE,
+        "--caches",
+        "full,streaming_llm",
+        "--retention-ratio",
+        "0.5",
+    ]
+    command += ["--text", text_file, "--lengths", "200", "--limit", "1", "--out", str(out)]
+
+    def run(*more: str) -> int:
+        measured.clear()
+        assert cli.main([*command, *more]) == 0
+        return len(measured)
+
+    assert run() == 2 and run("--restart") == 2 and run("--restart") == 2
+    assert load(out, "perplexity-full.json")["samples"]["perplexity/200/0"]["shared"] is False
+    assert "*" not in capsys.readouterr().out
+    with joined(out) as other:
+        assert run("--restart") == 2  # the other one has not begun a restart, and may go on with what is there
+        first = other.join_restart("perplexity")
+        assert run("--restart") == 2  # what is there is of an earlier one
+        assert load(out, "perplexity-full.json")["restart"] == first
+        assert run("--restart") == 0 and run("--restart", "--limit", "2") == 2  # goes on
+        assert run("--limit", "3") == 2 and run("--restart", "--limit", "3") == 0  # also with what others have added
+        # Times beside another process are told.
+        capsys.readouterr()
+        assert run() == 0
+        shown = capsys.readouterr().out
+        assert "* 3 of 3 samples were measured while other processes measured into the same folder" in shown
+        (line,) = [line for line in shown.splitlines() if line.startswith("perplexity  ")][:1]
+        assert line.split()[-2].endswith("*")
+    assert run("--restart") == 2
+    data = load(out, "perplexity-full.json")
+    assert data["restart"] != first and "shared" not in data["scores"][0]
+    assert sorted(path.name for path in out.iterdir() if path.name.startswith(".process")) == []
 
 
 @pytest.mark.usefixtures("short_answers")

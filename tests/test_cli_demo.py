@@ -120,6 +120,44 @@ def test_one_system_s_failure_does_not_hide_the_others(
     assert "window_size=None" in capsys.readouterr().err
 
 
+def test_results_of_other_systems_stay(
+    checkout: Path, text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each system's newest, with the circumstances of the command that it is of."""
+    save(tiny_proxyformer(dtype=torch.float32, **IDS), checkout / cli_demo.KEPT_PROXYFORMER)
+    save(tiny_dar(dtype=torch.float32, **IDS), checkout / cli_demo.KEPT_DAR)
+    path = tmp_path / "comparison.json"
+    results = [{"name": "full"}]
+    before = {
+        "time": "2000", "command": "nearfar demo", "model": "m", "seed": 7, "machine": {"cpu": "c"},
+        "held_equal": {"budget": 4}, "results": results, "dar": {"checkpoint": "older"},
+    }  # fmt: skip
+    path.write_text(json.dumps(before))
+    assert cli.main(demo(text_file, tmp_path, "--systems", "proxyformer", "--seed", "1")) == 0
+    assert "with pruned, dar of earlier commands" in capsys.readouterr().out
+    record = json.loads(path.read_text())
+    assert record["proxyformer"]["readings"] and record["seed"] == 1
+    for name in ("model", "held_equal", "results", "dar"):
+        assert record[name] == before[name]
+    assert set(record["earlier"]) == {"pruned", "dar"} and record["earlier"]["dar"] == record["earlier"]["pruned"]
+    assert [record["earlier"]["dar"][name] for name in ("time", "seed", "dtype")] == ["2000", 7, None]
+
+    first = record
+    assert cli.main(demo(text_file, tmp_path, "--systems", "dar")) == 0
+    record = json.loads(path.read_text())
+    assert record["dar"]["results"] and record["proxyformer"] == first["proxyformer"]
+    assert record["earlier"]["pruned"] == first["earlier"]["pruned"] and set(record["earlier"]) == {
+        "pruned", "proxyformer"
+    }  # fmt: skip
+    assert record["earlier"]["proxyformer"] == {name: first[name] for name in cli_demo.CIRCUMSTANCES}
+
+    path.write_text("[]")
+    capsys.readouterr()
+    assert cli.main(demo(text_file, tmp_path, "--systems", "dar")) == 2
+    assert f"{path} is no record of a demo: delete it, or give another --out" in capsys.readouterr().err
+    assert path.read_text() == "[]"
+
+
 def test_which_systems_and_caches(capsys: pytest.CaptureFixture[str], checkout: Path) -> None:
     parser = cli._build_parser()
     assert parser.parse_args(["demo", "--systems", "dar,pruned"]).systems == ["pruned", "dar"]

@@ -24,7 +24,6 @@ from nearfar.training.dar_distillation import (
     distill_dar,
     every_token_near,
     freeze_base,
-    last_checkpoint,
     logits_loss,
 )
 from nearfar.training.token_blocks import TokenBlocks
@@ -309,15 +308,6 @@ class _StopIn(_Stop):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if Path(args.output_dir).name == self.stage:
             super().on_step_end(args, state, control, **kwargs)
-
-
-def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    assert last_checkpoint(tmp_path) is None
-    for step in (9, 10, 100):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    for step in (9, 10):
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 
 def test_gradient_checkpointing_gives_the_same(tmp_path: Path) -> None:

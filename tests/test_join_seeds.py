@@ -148,6 +148,11 @@ def test_students_t(script: ModuleType) -> None:
         ({"seed": 1, "steps": 40}, (), "more than their seed: steps is 30 and 40"),
         ({"seed": 1, "names": ["dar-w0-d8"]}, (), "the baseline vanilla or decoder is not among the variants"),
         ({"seed": 1}, ("--bootstrap", "0"), "--bootstrap must be at least 1, got 0"),
+        (
+            {"seed": 1},
+            ("--without", "dar-w4"),
+            "--without dar-w4: no run has a finished variant of that name; there are dar-w0-d8",
+        ),
         ({"seed": 1, "names": []}, (), "holds no finished variant"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from tiny_texts import english, save_tiny_checkpoint
 
 from nearfar import cli
+from nearfar.evaluation import run_report
 from nearfar.evaluation.benchmark_runs import BenchmarkRun
 from nearfar.evaluation.run_report import (
     compare,
@@ -55,6 +56,16 @@ def made_up(
 
 def all_runs(**changes: Any) -> list[BenchmarkRun]:
     return [made_up(cache, ratio, **changes) for cache, ratio in CACHES]
+
+
+def test_times_beside_other_processes_are_told() -> None:
+    runs = all_runs()
+    (comparison,) = compare(runs)
+    assert not any("folder" in line for line in run_report._notes(comparison))
+    next(iter(runs[0].samples.values()))["shared"] = True
+    next(iter(runs[1].samples.values()))["shared"] = False
+    assert "Times: 1 of 42 samples were measured while other processes" in run_report._notes(comparison)[-1]
+    assert [entry.get("shared") for entry in runs[0].scores()] == [1, None, None]
 
 
 def test_runs_are_compared_where_only_the_cache_differs() -> None:

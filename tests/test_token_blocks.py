@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tiny_texts import english, tiny_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from nearfar.evaluation import file_lock
 from nearfar.training import token_blocks
 from nearfar.training.token_blocks import TokenBlocks, load_token_blocks, text_fragments, write_token_file
 
@@ -291,6 +293,26 @@ def test_processes_wait_for_each_other(
         loaded = list(pool.map(lambda _: load_token_blocks(file, tokenizer, 10, cache_dir=tmp_path), range(3)))
     assert len(calls) == 1
     assert all(np.array_equal(blocks.tokens, loaded[0].tokens) for blocks in loaded)
+
+
+def test_tokens_are_written_under_the_lock_of_other_shared_folders(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is tested with them: `evaluation.file_lock`."""
+    held: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def watched(path: Path) -> Iterator[bool]:
+        with file_lock.held_lock(path) as is_held:
+            before = len(list(path.parent.glob("*.npy")))
+            yield is_held
+            held.append((path.name, before, len(list(path.parent.glob("*.npy")))))
+
+    monkeypatch.setattr(token_blocks, "held_lock", watched)
+    file, cache = write(tmp_path / "a.txt", english(100)), tmp_path / "new" / "cache"
+    load_token_blocks(file, tokenizer, 10, cache_dir=cache)
+    (tokens,) = cache.glob("*.npy")
+    assert held == [(f"{tokens.name}.lock", 0, 1)]
 
 
 def test_nothing_half_done_stays(

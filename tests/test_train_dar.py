@@ -430,6 +430,46 @@ def test_the_tokenizer_is_trained_on_what_is_trained_on(script: ModuleType, tmp_
     assert "zz" not in vocabulary and '":' not in vocabulary and len(vocabulary) == 300
 
 
+def test_the_tokenizer_s_record(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all that decides what it is trained on; older records tell less, and are taken all the same."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "b.txt").write_text(english(30), encoding="utf-8")
+    (folder / "a.jsonl").write_text(json.dumps({"body": "Ann."}), encoding="utf-8")
+    options = SimpleNamespace(
+        tokenizer=tmp_path / "tokenizer", vocabulary=280, text=[str(folder)], dataset=None, split="train",
+        text_field="body",
+    )  # fmt: skip
+    script.train_tokenizer(options)
+    file = tmp_path / "tokenizer" / "trained_on.json"
+    record = json.loads(file.read_text())
+    assert record == {
+        "vocabulary": 280,
+        "text": [str(folder)],
+        "split": None,
+        "text_field": "body",
+        "bytes": {str(folder / name): (folder / name).stat().st_size for name in ("a.jsonl", "b.txt")},
+    }
+    monkeypatch.setattr(script, "train_digit_tokenizer", None)  # it is there
+    script.train_tokenizer(options)
+    with pytest.raises(ValueError, match=r"another --vocabulary or text \(text_field\)"):
+        script.train_tokenizer(SimpleNamespace(**{**vars(options), "text_field": "text"}))
+    (folder / "b.txt").write_text(english(60), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"another --vocabulary or text \(bytes\)"):
+        script.train_tokenizer(options)
+    file.write_text(json.dumps({"vocabulary": 280, "text": [str(folder)]}))
+    script.train_tokenizer(options)
+    dataset = SimpleNamespace(**{**vars(options), "text": None, "dataset": "someone/corpus", "split": "validation"})
+    with pytest.raises(ValueError, match=r"another --vocabulary or text \(text\)"):
+        script.train_tokenizer(dataset)
+    monkeypatch.setattr(script, "read_text_pieces", lambda *args, **kwargs: iter(["Ann."]))
+    monkeypatch.setattr(script, "train_digit_tokenizer", lambda *args, **kwargs: tiny_tokenizer())
+    dataset.tokenizer = tmp_path / "other"
+    script.train_tokenizer(dataset)
+    record = json.loads((tmp_path / "other" / "trained_on.json").read_text())
+    assert (record["text"], record["split"], record["bytes"]) == ("someone/corpus", "validation", None)
+
+
 def test_cards_of_what_earlier_commands_have_left(script: ModuleType, files: Path, tmp_path: Path) -> None:
     """None where no weights were kept, and otherwise of the machine that trained them."""
     command = arguments(files, tmp_path, "--steps", 2, "--eval-every", 2, "--eval-blocks", 1)
@@ -450,11 +490,6 @@ def test_the_tokenizer_reads_all_over_the_text(script: ModuleType) -> None:
     assert script.spread_pieces(iter(pieces), 3999) == pieces[::2]
     assert script.spread_pieces(iter(pieces), 100) == pieces[::64]
     assert script.spread_pieces(["long"], 3) == ["long"]
-
-
-def test_earlier_runs_without_the_newer_settings_are_still_theirs(script: ModuleType) -> None:
-    assert script.same_settings({"settings": {"steps": 8}}, {"steps": 8, "vocabulary": None, "tie_embeddings": None})
-    assert not script.same_settings({"settings": {"steps": 8, "vocabulary": 300}}, {"steps": 8})
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from nearfar.training.run_folder import checkpoint_step, last_checkpoint
+
 if TYPE_CHECKING:
     from nearfar.modeling.modeling_dar import DARForCausalLM
     from nearfar.training.token_blocks import TokenBlocks
@@ -493,7 +495,7 @@ def _train_stage(
         trainer.remove_callback(callback)
     if not quiet:
         trainer.add_callback(DistillationProgress("distilling" if folder.name == "frozen" else "training all weights"))
-    if last is not None and _step(last) >= arguments.max_steps:
+    if last is not None and checkpoint_step(last) >= arguments.max_steps:
         # The Trainer would take one step more before it sees that there are enough.
         trainer._load_from_checkpoint(str(last))
         state = trainer.state.load_from_json(str(last / "trainer_state.json"))
@@ -502,13 +504,3 @@ def _train_stage(
         state = trainer.state
     logged = [entry["loss"] for entry in state.log_history if "loss" in entry]
     return float(logged[-1]) if logged else float("nan")
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint in a folder; the Trainer writes trainer_state.json last."""
-    whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
-    return max(whole, key=_step, default=None)
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])

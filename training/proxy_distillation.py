@@ -25,7 +25,8 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from nearfar.modeling.atomic_file import write_beside
-from nearfar.training.dar_distillation import DistillationProgress, last_checkpoint, logits_loss
+from nearfar.training.dar_distillation import DistillationProgress, logits_loss
+from nearfar.training.run_folder import last_checkpoint
 
 if TYPE_CHECKING:
     from nearfar.training.token_blocks import TokenBlocks

@@ -26,7 +26,6 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -34,11 +33,11 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from filelock import FileLock
 from numpy.lib import format as npy
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from nearfar.evaluation.file_lock import held_lock
 from nearfar.modeling.atomic_file import write_beside
 
 if TYPE_CHECKING:
@@ -49,6 +48,7 @@ __all__ = [
     "TokenBlocks",
     "load_token_blocks",
     "text_documents",
+    "text_files",
     "text_fragments",
     "write_token_file",
 ]
@@ -202,8 +202,8 @@ def load_token_blocks(
         key = [settings, [source.key() for source in found], _tokenizer_key(tokenizer)]
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         path = Path(cache_dir).expanduser() / f"{found[0].label}-{digest[:24]}.npy"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(f"{path.name}.lock")):
+        # Where the file system has no locks, two processes may do the same work; no harm is done.
+        with held_lock(path.with_name(f"{path.name}.lock")):
             if not path.is_file():
                 write_beside(path, lambda beside: _check_tokens(_write_npy(beside, arrays(), dtype), found))
         tokens = np.load(path, mmap_mode="r")
@@ -280,6 +280,17 @@ def text_documents(path: str | Path) -> Iterator[tuple[str, str]]:
                 number += 1
 
 
+def text_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The files that `load_token_blocks` would read for these files and folders, in that order.
+
+    Raises:
+        FileNotFoundError, ValueError: as there.
+    """
+    named = [sources] if isinstance(sources, (str, Path)) else sources
+    found = _find_sources([Path(source) for source in named], "", "text")  # a Path is no id of a dataset
+    return [source.name for source in found if isinstance(source, _File)]
+
+
 def text_fragments(
     sources: str | Path | Sequence[str | Path], *, split: str = "train", text_field: str = "text"
 ) -> Iterator[str]:
@@ -341,18 +352,6 @@ def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
         content = [sorted(tokenizer.get_vocab().items()), sorted(map(str, tokenizer.all_special_tokens))]
     described = json.dumps([type(tokenizer).__name__, content], sort_keys=True)
     return hashlib.sha256(described.encode()).hexdigest()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Held by one process at a time. Where the file system has no locks, two may do the same work; no harm is done."""
-    lock = FileLock(path)
-    with suppress(NotImplementedError):
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _write_npy(path: Path, arrays: Iterable[np.ndarray], dtype: np.dtype) -> int:

@@ -1,0 +1,56 @@
+"""Folders of training runs: which are finished, which may be gone on with, and that all examples mean the same."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearfar.evaluation.machine import machine_name
+from nearfar.training import run_folder
+from nearfar.training.run_folder import check_run, checkpoint_step, last_checkpoint, read_run, same_settings, write_run
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_finished_unfinished_or_another_run(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"steps": 8, "text": ["a"], "seed": None}
+    folder = tmp_path / "new" / "run"
+    assert read_run(folder) is None and not check_run(folder, settings, resume=False)
+    write_run(folder, {"settings": {"steps": 8, "text": ["a"]}, "result": None})  # an older one, without seeds
+    with pytest.raises(ValueError, match="run holds an unfinished run: add --resume to go on with it, or delete"):
+        check_run(folder, settings, resume=False)
+    assert not check_run(folder, settings, resume=True)
+    write_run(folder, {"settings": settings, "result": {"loss": 1.0}})
+    assert check_run(folder, settings, resume=False) and check_run(folder, settings, resume=True)
+    for change, message in (({"steps": 9}, "steps = 8, and now it is 9"), ({"width": 2}, "width = None, and now")):
+        with pytest.raises(ValueError, match=message):
+            check_run(folder, {**settings, **change}, resume=True)
+    assert [file.name for file in folder.iterdir()] == ["run.json"]
+
+
+def test_earlier_runs_without_the_newer_settings_are_still_theirs() -> None:
+    assert same_settings({"settings": {"steps": 8}}, {"steps": 8, "vocabulary": None, "tie_embeddings": None})
+    assert not same_settings({"settings": {"steps": 8, "vocabulary": 300}}, {"steps": 8})
+
+
+def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    for step, whole in ((9, True), (10, True), (100, False)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if whole:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    found = last_checkpoint(str(tmp_path))
+    assert found == tmp_path / "checkpoint-10" and checkpoint_step(found) == 10
+
+
+def test_names_of_machines() -> None:
+    assert machine_name({"device": "NVIDIA H200", "cpu": "x86"}) == "NVIDIA H200"
+    assert machine_name({"device": "cpu", "cpu": "x86"}) == "x86" and machine_name({"device": "cpu"}) == "cpu"
+    assert machine_name({}) == "an unknown machine"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_no_example_has_a_copy_of_its_own(script: Path) -> None:
+    defined = {node.name for node in ast.parse(script.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)}
+    assert not defined & {*run_folder.__all__, "machine_name"}

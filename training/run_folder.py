@@ -1,0 +1,80 @@
+"""Folders of training runs: `run.json`, with a run's settings and what came of it, and the Trainer's checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nearfar.modeling.atomic_file import write_beside
+
+__all__ = [
+    "RUN_NAME",
+    "check_run",
+    "checkpoint_step",
+    "last_checkpoint",
+    "read_run",
+    "same_settings",
+    "write_json",
+    "write_run",
+]
+
+RUN_NAME = "run.json"
+
+
+def write_json(path: str | Path, content: Any) -> Path:
+    """JSON with an indent of 2; written beside, then renamed."""
+    text = json.dumps(content, indent=2) + "\n"
+    return write_beside(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def write_run(folder: str | Path, run: dict[str, Any]) -> Path:
+    """What a folder is to say about itself: at least `settings`, and `result`, which is None until the run ends."""
+    return write_json(Path(folder) / RUN_NAME, run)
+
+
+def read_run(folder: str | Path) -> dict[str, Any] | None:
+    """What `write_run` wrote; None where there is no run."""
+    file = Path(folder) / RUN_NAME
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def same_settings(run: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Whether a run has these settings; those that it does not name are None."""
+    names = run["settings"].keys() | settings.keys()
+    return all(run["settings"].get(name) == settings.get(name) for name in names)
+
+
+def check_run(folder: str | Path, settings: dict[str, Any], resume: bool) -> bool:
+    """Whether the run in a folder is finished.
+
+    Args:
+        settings: that it must have.
+        resume: whether an unfinished one is to be gone on with.
+
+    Raises:
+        ValueError: it has other settings, or is unfinished and not to be resumed.
+    """
+    run = read_run(folder)
+    if run is None:
+        return False
+    for name, value in settings.items():
+        if run["settings"].get(name) != value:
+            raise ValueError(
+                f"{folder} holds a run with {name} = {run['settings'].get(name)!r}, and now it is {value!r}: choose "
+                "another --output, or delete that folder"
+            )
+    if run["result"] is None and not resume:
+        raise ValueError(f"{folder} holds an unfinished run: add --resume to go on with it, or delete that folder")
+    return run["result"] is not None
+
+
+def last_checkpoint(folder: str | Path) -> Path | None:
+    """The newest whole checkpoint that a Trainer left: it writes trainer_state.json last."""
+    whole = [file.parent for file in Path(folder).glob("checkpoint-*/trainer_state.json")]
+    return max(whole, key=checkpoint_step, default=None)
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step after which it was written, as its name has it."""
+    return int(checkpoint.name.rpartition("-")[2])
