@@ -6,7 +6,7 @@
 
 Every variant is trained anew on the same pairs, with the same seeds and as many steps (or seconds). The five terms
 of the loss are left out by a weight of 0; the three stages are replaced, as in the paper's Appendix C, by the simplest
-thing that keeps the shapes (`HybridAxialMapperConfig.disabled_stage`). Where the pairs hold the proxy's states, one
+thing that keeps the shapes (`HybridAxialMapperConfig.disabled_stage`). Where the pairs hold the proxy's values, one
 variant reads its attention alone. One JSON a variant and seed; the same command goes on, also in the middle of a
 training, and several of them at once share the trainings out. A folder holds what was trained under one set of
 arguments: others are refused, also where a training is not finished.
@@ -57,7 +57,7 @@ STAGES = ("convolutions", "encoder", "heads")
 VARIANTS = {
     WHOLE: "whole",
     **{f"no-{name}": f"without the {name} loss" for name in LOSSES},
-    "no-states": "without the proxy's states",
+    "no-states": "without the proxy's values",
     "no-convolutions": "without the convolutions",
     "no-encoder": "without the encoder",
     "no-heads": "without the head attention",

@@ -270,7 +270,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--retention-ratio", type=float, default=0.3)
     parser.add_argument("--chunk-tokens", type=int, default=4096, help="tokens that the proxy reads in one pass")
     parser.add_argument(
-        "--proxy-states", choices=("none", "values", "keys_and_values"), default="none",
+        "--proxy-states", choices=("none", "values"), default="none",
         help="what the mapper reads beside attention, of all proxy layers at once (default: none, as in the paper)",
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3)
@@ -384,7 +384,7 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"\nHeld equal: target ({shape} shape, random weights, {kind}), prompts, batch 1, "
         f"retention ratio {args.retention_ratio:g} (but for the full cache)"
-        + ("\n" if args.proxy_states == "none" else f"; the mapper also reads {args.proxy_states}\n")
+        + ("\n" if args.proxy_states == "none" else f"; the mapper also reads the proxy's {args.proxy_states}\n")
     )
     print(aligned_table(HEADER, [_row(row, results.rows) for row in results.rows]))
 

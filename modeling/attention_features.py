@@ -8,25 +8,25 @@ columns, is enough. On a GPU that is a kernel (`attention_features_kernel`); els
 the column sums come from the same blocks of probabilities.
 
 The proxy reads its prompt in chunks, so that activations are those of one chunk. What it holds beside its weights are
-its keys and values until the last chunk, and the features themselves: `4 · layers · heads · N` bytes a row.
+its keys and values until the last chunk, and the features themselves: `4 · layers · heads · N` bytes a row; with the
+values of each token, `4 · layers · (heads + key-value heads · head dim) · N`.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from ..configuration.configuration_axial_mapper import STATES, state_size
+from ..configuration.configuration_axial_mapper import PROXY_STATES, ProxyStates, state_size, token_channels
 from .attention_dispatch import AttentionCall, AttentionOutput, take_over
 from .attention_features_kernel import summed_attention_kernel, summed_attention_kernel_available
 from .attention_with_lse import statistics_dtype
 from .compat import cache_argument
 from .prunable_models import attention_types, refuse_unsupported, text_config
-from .rotary import KeyRotation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -280,9 +280,9 @@ def proxy_features(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
-    states: Literal["none", "values", "keys_and_values"] = "none",
+    states: ProxyStates = "none",
 ) -> torch.Tensor:
-    """Read a prompt with a proxy model and return the attention that each token receives, and its states if wanted.
+    """Read a prompt with a proxy model and return the attention that each token receives, and its values if wanted.
 
     The language-model head does not run, and the proxy's keys and values are let go at the end.
 
@@ -292,24 +292,29 @@ def proxy_features(
         input_ids: `(batch, n)`, int64, on any device.
         attention_mask: `(batch, n)`, 1 for tokens and 0 for padding.
         chunk_tokens: most tokens to read in one pass; the result does not depend on it.
-        states: what follows the column sums of each token: nothing, its values, or its values and then its keys as
-            they were before rotary embedding, each of all key-value heads one after the other.
+        states: what follows the column sums of each token: nothing, or its values, key-value head by head.
 
     Returns:
-        `(layers, batch, query heads + state channels, n)`, float32 (float64 for a float64 model), on the device of the
-        model's input embedding; 0 for padding.
+        `(layers, batch, query heads + numbers of the values, n)`, float32 (float64 for a float64 model), on the device
+        of the model's input embedding; 0 for padding.
 
     Raises:
         TypeError, ValueError: a model whose attention is not supported or that is in training mode; ids that are not
-            `(batch, n)` with n at least 1; a mask of another shape; a chunk length below 1; unknown states, or keys
-            of a model whose rotary embedding is not known.
+            `(batch, n)` with n at least 1; a mask of another shape; a chunk length below 1; unknown states, or values
+            of a model whose layers have values of different sizes.
     """
     _check_prompt(input_ids, attention_mask, chunk_tokens)
-    if states not in STATES:
-        raise ValueError(f"states must be one of {', '.join(STATES)}, got {states!r}.")
+    if states not in PROXY_STATES:
+        raise ValueError(f"states must be one of {', '.join(PROXY_STATES)}, got {states!r}.")
     if model.training:
         raise ValueError("Features are read in evaluation mode: call model.eval() first.")
     config = text_config(model)
+    size = state_size(config) if states == "values" else 0
+    if size is None:
+        raise ValueError(
+            f"The layers of this {config.model_type!r} have values of different sizes, which cannot be features: give "
+            'states="none".'
+        )
     device = model.get_input_embeddings().weight.device
     ids = input_ids.to(device)
     batch, n = ids.shape
@@ -319,10 +324,9 @@ def proxy_features(
         positions = (valid.cumsum(1) - 1).clamp(min=0)
     body = model.base_model
     dtype = torch.float64 if model.get_input_embeddings().weight.dtype == torch.float64 else torch.float32
-    channels = config.num_attention_heads + STATES[states] * state_size(config)
+    channels = token_channels(config.num_attention_heads, states, size)
     shape = (config.num_hidden_layers, batch, channels, n)
-    rotation = KeyRotation(config) if states == "keys_and_values" else None
-    reading = _Reading(config, torch.zeros(shape, dtype=dtype, device=device), valid, states != "none", rotation)
+    reading = _Reading(config, torch.zeros(shape, dtype=dtype, device=device), valid)
     cache = Cache(layers=_make_layers(reading))
     for first in range(0, n, chunk_tokens):
         chunk = slice(first, min(first + chunk_tokens, n))
@@ -357,32 +361,26 @@ class _Reading:
         config: the configuration that the model's attention modules hold.
         features: `(layers, batch, channels, n)`, filled as the layers attend.
         valid: `(batch, n)`, bool, False for padding; None when there is none.
-        with_values: values follow the column sums.
-        rotation: undone in the keys, which follow the values; None without them.
     """
 
     config: PreTrainedConfig
     features: torch.Tensor
     valid: torch.Tensor | None
-    with_values: bool
-    rotation: KeyRotation | None
 
-    def store_states(self, layer: int, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the states of new tokens, `(batch, heads, new, dim)`, the first of them at column `first`, in place."""
-        columns = slice(first, first + values.shape[2])
-        states = [values]
-        if self.rotation is not None:
-            places = torch.arange(columns.start, columns.stop, device=keys.device)[None]
-            if self.valid is not None:
-                places = (self.valid.cumsum(1) - 1).clamp(min=0)[:, columns].to(keys.device)
-            states.append(self.rotation.unrotate(keys, places, layer))
-        start = self.config.num_attention_heads
-        for state in states:
-            flat = state.mT.flatten(1, 2)  # channels of a head together
-            if self.valid is not None:
-                flat = flat * self.valid[:, None, columns].to(flat.device)
-            self.features[layer, :, start : start + flat.shape[1], columns] = flat.to(self.features)
-            start += flat.shape[1]
+    def store_values(self, layer: int, first: int, values: torch.Tensor) -> None:
+        """Put the values of new tokens, `(batch, heads, new, dim)`, the first at column `first`, if they are wanted."""
+        room = self.features[layer, :, self.config.num_attention_heads :, first : first + values.shape[2]]
+        if not room.shape[1]:
+            return
+        flat = values.mT.flatten(1, 2)  # channels of a head together
+        if flat.shape[1] != room.shape[1]:
+            raise ValueError(
+                f"Values of layer {layer} have {flat.shape[1]} numbers a token and the configuration says "
+                f'{room.shape[1]}: they cannot be features of this {self.config.model_type!r}; give states="none".'
+            )
+        room.copy_(flat)
+        if self.valid is not None:
+            room.masked_fill_(~self.valid[:, None, first : first + values.shape[2]], 0.0)
 
 
 def _make_layers(reading: _Reading) -> list["_ReadingLayer"]:
@@ -416,8 +414,7 @@ class _ReadingLayer(DynamicLayer):
         refuse_unsupported(call)
         n = call.keys.shape[2]
         before = self.seen if self.window is None else min(self.seen, self.window - 1)
-        if self.reading.with_values:
-            self.reading.store_states(self.layer_idx, self.seen, call.keys, call.values)
+        self.reading.store_values(self.layer_idx, self.seen, call.values)
         keys, values = self._with_past(call.keys, call.values)
         self.seen += n
         columns = slice(self.seen - n - before, self.seen)

@@ -5,8 +5,8 @@ the tokens in context; then, token by token, each target head chooses among synt
 by all layer pairs. Shapes: features `(rows, H_s, tokens)`, logits `(rows, H_l, tokens)`.
 
 With `proxy_layers="all"` a row is a context instead of a layer pair: features `(rows, L_s * H_s, tokens)`, logits
-`(rows, L_l, H_l, tokens)`. With `proxy_states` each of the L_s proxy layers has C channels in place of H_s: the column
-sums and, after them, the proxy's values (and keys) of the token.
+`(rows, L_l, H_l, tokens)`. With `proxy_states="values"` each of the L_s proxy layers has C channels in place of
+H_s: the column sums and, after them, the proxy's values of the token.
 """
 
 import itertools
@@ -26,8 +26,10 @@ from .prunable_models import text_config
 # Added to a column sum before its logarithm; most tokens of a text receive 0.01 to 1 in a head.
 LOG_FLOOR = 1e-4
 # Windows read at once by `predict`, in tokens: bounds its memory whatever the length (a GPU: some 100 MB in half
-# precision), and fills the device.
+# precision), and fills the device. Fewer where features are wider than the encoder.
 BATCH_TOKENS, BATCH_TOKENS_CUDA = 8192, 65536
+# In float16, values further from their mean (in standard deviations) would overflow the convolutions.
+STATE_LIMIT = 1000.0
 
 
 class HybridAxialMapper(PreTrainedModel):
@@ -59,7 +61,7 @@ class HybridAxialMapper(PreTrainedModel):
             self.layers = nn.ModuleList(MapperEncoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.heads = HeadProjection(config) if disabled == "heads" else HeadAttention(config)
-        # States differ in size by orders of magnitude from channel to channel.
+        # Values differ in size by orders of magnitude from channel to channel.
         states = config.input_channels - config.proxy_num_heads * config.proxy_num_layers
         self.state_norm = nn.BatchNorm1d(states, affine=False) if config.proxy_states != "none" else None
         self.gradient_checkpointing = False
@@ -148,7 +150,11 @@ class HybridAxialMapper(PreTrainedModel):
         elif dtype == torch.float16:
             features = features.clamp(max=torch.finfo(dtype).max)
         if states is not None and self.state_norm is not None:
+            if dtype == torch.float16:
+                states = states.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
             normed = batch_norm(self.state_norm, states.to(dtype), mask)
+            if dtype == torch.float16:
+                normed = normed.clamp(-STATE_LIMIT, STATE_LIMIT)
             features = torch.cat([features.to(dtype), normed.to(dtype)], 1)
         # Token by token in memory from here on: sums and norms of all layers would take over the convolutions' order.
         hidden = self.stem(features.to(dtype), mask).mT.contiguous()
@@ -159,7 +165,7 @@ class HybridAxialMapper(PreTrainedModel):
         return self.norm(hidden)
 
     def _split(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Column sums `(rows, L_s * H_s, tokens)`, and states, both layer by layer."""
+        """Column sums `(rows, L_s * H_s, tokens)`, and values, both layer by layer."""
         config = self.config
         layers = features.unflatten(1, (config.proxy_num_layers, config.layer_channels))
         sums, states = layers.tensor_split([config.proxy_num_heads], 2)
@@ -214,6 +220,8 @@ class HybridAxialMapper(PreTrainedModel):
         starts, length = window_starts(tokens, config.window_tokens, config.window_stride)
         if batch_windows is None:
             most = BATCH_TOKENS_CUDA if features.is_cuda else BATCH_TOKENS
+            assert config.intermediate_size is not None
+            most //= max(1, config.input_channels // config.intermediate_size)
             batch_windows = max(1, most // length)
 
         pairs = config.layer_pairs
@@ -224,10 +232,11 @@ class HybridAxialMapper(PreTrainedModel):
         jobs = [(layer, start) for layer in served for start in starts]
         out = torch.zeros(len(pairs), config.target_num_heads, tokens, dtype=dtype, device=features.device)
         if config.proxy_layers == "all":
-            channels, jobs = features.flatten(0, 1), []
+            jobs = []
             for first in range(0, len(starts), batch_windows):
                 batch_starts = starts[first : first + batch_windows]
-                crops = torch.stack([channels[:, start : start + length] for start in batch_starts])
+                # Flattened after they are cut: those of a batch's row would be copied whole.
+                crops = torch.stack([features[..., start : start + length].flatten(0, 1) for start in batch_starts])
                 for row, start in zip(self.forward(crops), batch_starts, strict=True):
                     out[:, :, start : start + length] += row
         for first in range(0, len(jobs), batch_windows):

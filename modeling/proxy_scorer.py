@@ -284,8 +284,8 @@ class ProxyScorer(PromptScorer):
         proxy_model: a smaller model with the target's tokenizer; see `PromptScorer`.
         mapper: a `HybridAxialMapper` on the proxy's device, or anything with `check_compatible(proxy, target)` and
             `predict(features)`, from `(L_s, H_s, N)` to `(L_l, H_l, N)`, higher for pairs to keep: column sums of the
-            proxy's attention (and the states that its `config.proxy_states` asks for, see `proxy_features`) to scores
-            of the target's key-value heads. L_l are the target's layers that are pruned, or all.
+            proxy's attention (and its values, if `config.proxy_states` says so, see `proxy_features`) to scores of the
+            target's key-value heads. L_l are the target's layers that are pruned, or all.
         proxy_tokenizer, target_tokenizer, prefix_ids: see `PromptScorer`.
         allow_other_models: accept models that the mapper was not trained for, of the same shape.
 

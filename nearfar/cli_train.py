@@ -73,9 +73,9 @@ def add_train(commands: Any) -> None:
     add("--pairs-seconds", type=cli._float, default=None, metavar="S",
         help="begin no further pair after S seconds; sources take turns, so that each has its share")  # fmt: skip
     add("--storage", choices=("float16", "float32"), default="float16", help="of pairs on disk")
-    add("--proxy-states", choices=("none", "values", "keys_and_values"), default=None,
-        help="what the mapper reads of the proxy's states beside its attention, and what pairs hold; needs "
-        "--proxy-layers all (default: none, or what --pairs hold already)")  # fmt: skip
+    add("--proxy-states", choices=("none", "values"), default=None,
+        help="values: pairs also hold the proxy's values, and the mapper reads them beside its attention, with "
+        "--proxy-layers all (default: none, or without --proxy what --pairs hold)")  # fmt: skip
 
     add = parser.add_argument_group("mapper").add_argument
     add("--hidden-size", type=cli._positive_int, default=512, metavar="N", help="of the encoder")
@@ -159,6 +159,11 @@ def _train_mapper(args: argparse.Namespace) -> int:
     if args.pairs_only:
         state.print(f"{pairs!r}: {folder}")
         return 0
+    if args.proxy_states is None and args.proxy_layers != "all" and pairs.mapper_fields["proxy_states"] != "none":
+        raise cli.UserError(
+            f"{folder} holds the proxy's values, which a mapper reads with --proxy-layers all: give that, or "
+            "--proxy-states none to leave them aside"
+        )
     assert out is not None
     return _train(args, out, pairs, options, cpu=device.type == "cpu")
 

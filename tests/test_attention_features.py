@@ -19,7 +19,6 @@ from nearfar.modeling.attention_features import (
     query_summed_attention_reference,
 )
 from nearfar.modeling.attention_features_kernel import summed_attention_kernel
-from nearfar.modeling.rotary import KeyRotation
 
 EXACT = {"atol": 1e-10, "rtol": 0}
 SCALING = 0.3
@@ -208,29 +207,34 @@ def test_features_are_those_of_eager_attention(family, padded, chunk_tokens):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [7, 100])
-def test_states_follow_the_column_sums(family, padded, chunk_tokens):
-    """Values, and keys as the projection gives them, before rotary embedding; 0 for padding."""
+def test_values_follow_the_column_sums(family, padded, chunk_tokens):
+    """Head by head; 0 for padding."""
     model = tiny_model(family)
     ids, mask = random_ids(2, 40), torch.ones(2, 40, dtype=torch.long)
     if padded:
         mask[1, :9] = 0
     given = mask if padded else None
-    sums, values, both = (
-        proxy_features(model, ids, given, chunk_tokens, states) for states in ("none", "values", "keys_and_values")
-    )
+    sums, both = (proxy_features(model, ids, given, chunk_tokens, states) for states in ("none", "values"))
     layers, size = model.config.num_hidden_layers, state_size(model.config)
-    assert values.shape == (layers, 2, 4 + size, 40) and both.shape == (layers, 2, 4 + 2 * size, 40)
-    assert torch.equal(values[:, :, :4], sums) and torch.equal(both[:, :, : 4 + size], values)
+    assert both.shape == (layers, 2, 4 + size, 40) and torch.equal(both[:, :, :4], sums)
     cache = DynamicCache()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         model.base_model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-    rotation = KeyRotation(model.config)
     for layer in range(layers):
-        keys = rotation.unrotate(cache.layers[layer].keys, positions, layer)
-        for first, state in ((4, cache.layers[layer].values), (4 + size, keys)):
-            wanted = state.permute(0, 1, 3, 2).flatten(1, 2) * mask[:, None]
-            torch.testing.assert_close(both[layer, :, first : first + size], wanted, **EXACT)
+        wanted = cache.layers[layer].values.permute(0, 1, 3, 2).flatten(1, 2) * mask[:, None]
+        torch.testing.assert_close(both[layer, :, 4:], wanted, **EXACT)
+
+
+def test_values_of_another_size_than_said_are_refused(monkeypatch):
+    model, ids = tiny_model("llama"), random_ids(1, 5)
+    with pytest.raises(ValueError, match="states must be one of none, values, got 'keys'"):
+        proxy_features(model, ids, states="keys")
+    for size, message in ((12, "layer 0 have 16 numbers a token and the config.* 12"), (None, "different sizes")):
+        monkeypatch.setattr(attention_features, "state_size", lambda config, size=size: size)
+        with pytest.raises(ValueError, match=message):
+            proxy_features(model, ids, states="values")
+        assert proxy_features(model, ids).shape == (3, 1, 4, 5)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

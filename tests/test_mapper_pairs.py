@@ -120,23 +120,22 @@ def test_default_features_are_the_column_sums(
     assert np.abs(a - b).max() < 1e-4
 
 
-@pytest.mark.parametrize("states", ["values", "keys_and_values"])
-def test_states_are_stored_beside_the_column_sums(
-    states: str, tmp_path: Path, models: tuple[PreTrainedModel, PreTrainedModel], contexts: list[PairContext]
+def test_values_are_stored_beside_the_column_sums(
+    tmp_path: Path, models: tuple[PreTrainedModel, PreTrainedModel], contexts: list[PairContext]
 ) -> None:
     proxy, target = models
-    settings = PairSettings(chunk_tokens=40, storage="float32", proxy_states=states)  # type: ignore[arg-type]
+    settings = PairSettings(chunk_tokens=40, storage="float32", proxy_states="values")
     compute_pairs(tmp_path, proxy, target, TOKENIZER, contexts[:2], settings)
     pairs = MapperPairs(tmp_path)
     prompt = RepeatPrompt.from_tokenizer(TOKENIZER)
-    channels = 2 + (8 if states == "values" else 16)
-    assert pairs.channels == channels and pairs.mapper_fields["proxy_states"] == states
+    channels = 2 + 8
+    assert pairs.channels == channels and pairs.mapper_fields["proxy_states"] == "values"
     for number, context in enumerate(contexts[:2]):
         ids = torch.tensor([[*prompt.prefix, *context.ids]])
-        x = proxy_features(proxy, ids, states=states)[:, 0]  # type: ignore[arg-type]
+        x = proxy_features(proxy, ids, states="values")[:, 0]
         assert pairs.features(number).shape == (1, channels, ids.shape[1])
         assert np.abs(pairs.features(number) - x.numpy()).max() < 1e-4 and bool((x[:, 2:] < 0).any())
-    with pytest.raises(ValueError, match=f"proxy_states='{states}', now it is 'none'"):
+    with pytest.raises(ValueError, match="proxy_states='values', now it is 'none'"):
         compute_pairs(tmp_path, proxy, target, TOKENIZER, contexts, EXACT)
 
 

@@ -40,7 +40,7 @@ def test_a_tiny_run(tmp_path, capsys):
 
 def test_a_mapper_that_reads_states(capsys):
     assert prefill.main([*TINY, "--systems", "sequential", "--proxy-states", "values"]) == 0
-    assert "the mapper also reads values" in capsys.readouterr().out
+    assert "the mapper also reads the proxy's values" in capsys.readouterr().out
 
 
 def test_rows_are_kept_and_gone_on_with(tmp_path, capsys, monkeypatch):

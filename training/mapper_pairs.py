@@ -7,7 +7,7 @@ Both are computed once for each context (one prefill of the proxy, one oracle pa
     pairs = MapperPairs("pairs")
 
 A folder of pairs holds shards of several contexts end to end, two `.npy` files each (features `(L_s, H_s, tokens)`,
-with more channels where the proxy's states are stored too; scores `(L_l, H_l, tokens)`), which are mapped into memory
+with more channels where the proxy's values are stored too; scores `(L_l, H_l, tokens)`), which are mapped into memory
 rather than read, and for each process that wrote there an `index-<process>.json` that names models, settings and
 finished shards. A shard is listed only once it is whole, so an interrupted run goes on after the last one; contexts
 that are there already are not computed again.
@@ -36,7 +36,12 @@ import torch
 from accelerate import PartialState
 from tqdm import tqdm
 
-from nearfar.configuration.configuration_axial_mapper import STATES, HybridAxialMapperConfig, ProxyStates
+from nearfar.configuration.configuration_axial_mapper import (
+    PROXY_STATES,
+    HybridAxialMapperConfig,
+    ProxyStates,
+    token_channels,
+)
 from nearfar.evaluation.needles import hide_needles
 from nearfar.evaluation.texts import load_dataset_texts
 from nearfar.modeling.atomic_file import write_beside
@@ -411,9 +416,9 @@ class PairSettings:
         chunk_tokens: of the oracle, see `reconstruction_scores`.
         storage: dtype on disk. float16 takes half the room; sums beyond 65,504 (a sink's, in a very long context) are
             stored as that.
-        proxy_states: what of the proxy's states is stored beside its column sums (see `HybridAxialMapperConfig`), for
-            mappers that read it. It takes most of the room: a proxy like Llama-3.2-1B has 32 column sums and 512
-            numbers in its values for each token and layer.
+        proxy_states: "values" also stores the proxy's values, for mappers that read them (see
+            `HybridAxialMapperConfig`). They take most of the room: a proxy like Llama-3.2-1B has 32 column sums and
+            512 numbers in its values for each token and layer.
 
     Raises:
         ValueError: a value out of range.
@@ -428,8 +433,8 @@ class PairSettings:
             raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
         if self.storage not in ("float16", "float32"):
             raise ValueError(f"storage must be 'float16' or 'float32', got {self.storage!r}")
-        if self.proxy_states not in STATES:
-            raise ValueError(f"proxy_states must be one of {', '.join(STATES)}, got {self.proxy_states!r}")
+        if self.proxy_states not in PROXY_STATES:
+            raise ValueError(f"proxy_states must be one of {', '.join(PROXY_STATES)}, got {self.proxy_states!r}")
 
     def to_dict(self) -> dict[str, Any]:
         return {"chunk_tokens": self.chunk_tokens, "storage": self.storage, "proxy_states": self.proxy_states}
@@ -625,8 +630,7 @@ class _ShardWriter:
 
 
 def _channels(mapper: dict[str, Any], states: str) -> int:
-    channels: int = mapper["proxy_num_heads"] + STATES[states] * (mapper.get("proxy_state_size") or 0)
-    return channels
+    return token_channels(mapper["proxy_num_heads"], states, mapper.get("proxy_state_size"))
 
 
 def _save_array(array: np.ndarray, path: Path) -> None:
@@ -659,7 +663,7 @@ def _indexes(folder: Path, header: dict[str, Any] | None = None) -> list[dict[st
 
 def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     remedy = "choose another folder, or delete that one"
-    for name, value in wanted["settings"].items():
+    for name, value in {**_UNNAMED, **wanted["settings"]}.items():
         theirs = found["settings"].get(name, _UNNAMED.get(name))
         if theirs != value:
             raise ValueError(f"{path} lists pairs with {name}={theirs!r}, now it is {value!r}: {remedy}")
@@ -785,11 +789,11 @@ class MapperPairs:
 
     @property
     def channels(self) -> int:
-        """Numbers of a token in a proxy layer: H_s column sums, then the states that are stored."""
+        """Numbers of a token in a proxy layer: H_s column sums, then its values if they are stored."""
         return _channels(self.mapper_fields, self.mapper_fields["proxy_states"])
 
     def features(self, context: int) -> np.ndarray:
-        """X of a context, `(L_s, H_s, tokens)`, or with states `(L_s, channels, tokens)`, as stored."""
+        """X of a context, `(L_s, H_s, tokens)`, or with values `(L_s, channels, tokens)`, as stored."""
         entry = self.contexts[context]
         return self._arrays[entry.shard][0][:, :, entry.start : entry.start + entry.tokens]
 

@@ -59,6 +59,10 @@ _STATE_NAME = "training_state.pt"
 _FREE = ("epochs", "steps", "seconds", "save_every", "log_every")
 # Share of a GPU's free memory that pairs may take to be held there.
 _RESIDENT_SHARE = 0.25
+_NO_VALUES = (
+    "the mapper reads proxy_states='values', and the pairs were computed with 'none': compute pairs with proxy_states="
+    "'values'"
+)
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,12 @@ def new_mapper(pairs: MapperPairs, seed: int = 0, **kwargs: Any) -> HybridAxialM
     Args:
         seed: of the weights; the global random state is left as it was.
         kwargs: further fields of `HybridAxialMapperConfig`.
+
+    Raises:
+        ValueError: fields that cannot work, or a mapper that reads values which the pairs do not hold.
     """
+    if kwargs.get("proxy_states", "none") != "none" and pairs.mapper_fields["proxy_states"] == "none":
+        raise ValueError(_NO_VALUES)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return HybridAxialMapper(HybridAxialMapperConfig(**{**pairs.mapper_fields, **kwargs}))
@@ -281,7 +290,7 @@ def read_crops(
     device = getattr(pairs, "device", torch.device("cpu"))
     longest, prefixes = max(length for *_, length in crops), [pairs.contexts[crop[0]].prefix_tokens for crop in crops]
     together, layer_pairs, scored = crops[0][1] == ALL_LAYERS, config.layer_pairs, config.target_num_heads
-    channels = config.layer_channels  # the first ones, if there are more
+    channels = config.layer_channels  # column sums come first, so pairs may also hold values that are not read
     per_crop = len(layer_pairs) if together else 1
     features = torch.zeros(len(crops), config.input_channels, longest, device=device)
     target = torch.zeros(len(crops), per_crop, scored, longest, device=device)
@@ -362,11 +371,12 @@ class MapperTrainer:
             is_size = name.startswith(("proxy_num", "target_num")) or name == "target_layers"
             if is_size and getattr(config, name) != value:
                 raise ValueError(f"the mapper has {name} = {getattr(config, name)} and the pairs have {value}")
-        if config.layer_channels > pairs.channels:
-            raise ValueError(
-                f"the mapper reads proxy_states={config.proxy_states!r}, and the pairs were computed with "
-                f"{pairs.mapper_fields['proxy_states']!r}: compute pairs with these states"
-            )
+        if config.proxy_states != "none":
+            if pairs.mapper_fields["proxy_states"] == "none":
+                raise ValueError(_NO_VALUES)
+            mine, theirs = config.proxy_state_size, pairs.mapper_fields["proxy_state_size"]
+            if mine != theirs:
+                raise ValueError(f"the mapper has proxy_state_size = {mine} and the pairs have {theirs}")
         self.layer_pairs, self._together = config.layer_pairs, config.proxy_layers == "all"
         self.train_contexts, self.validation_contexts = pairs.split(self.options.validation, self.options.seed)
         self._items = self._list_items(self.train_contexts, config)
@@ -743,6 +753,9 @@ class MapperTrainer:
         state = torch.load(checkpoint / _STATE_NAME, map_location="cpu", weights_only=True)
         for name, mine in self._identity().items():
             theirs = state[name]
+            if name == "mapper":  # what an older release did not know is as it was without it
+                known = {entry.name: entry.default for entry in fields(HybridAxialMapperConfig)}
+                theirs = {**{key: known[key] for key in mine}, **theirs}
             if theirs == mine:
                 continue
             if isinstance(mine, dict):
@@ -792,6 +805,8 @@ def model_card(config: HybridAxialMapperConfig, options: MapperTraining, line: d
         Metric("mass_reconstruction", value, "held-out contexts", f"mass reconstruction at {ratio}")
         for ratio, value in line["mass_reconstruction"].items()
     ]
+    attention = "attention" if config.proxy_states == "none" else "attention and values"
+    channels = "heads" if config.proxy_states == "none" else f"{config.layer_channels} channels"
     data = card_data("HybridAxialMapper", ["proxykv", "custom_code"], metrics, pipeline_tag="feature-extraction")
     return f"""---
 {data.to_yaml()}
@@ -799,7 +814,7 @@ def model_card(config: HybridAxialMapperConfig, options: MapperTraining, line: d
 
 # HybridAxialMapper
 
-Maps the attention of the proxy {config.proxy_name or config.proxy_model_type} ({config.proxy_num_layers} layers,
+Maps the {attention} of the proxy {config.proxy_name or config.proxy_model_type} ({config.proxy_num_layers} layers,
 {config.proxy_num_heads} query heads) to the importance of key-value pairs of the target
 {config.target_name or config.target_model_type} ({config.target_num_layers} layers, {config.target_num_heads}
 key-value heads), as KVzip would score them.
@@ -811,7 +826,7 @@ key-value heads), as KVzip would score them.
 from transformers import AutoModel
 
 mapper = AutoModel.from_pretrained("this folder", trust_remote_code=True)
-scores = mapper.predict(features)  # (proxy layers, heads, tokens) -> (target layers, key-value heads, tokens)
+scores = mapper.predict(features)  # (proxy layers, {channels}, tokens) -> (target layers, key-value heads, tokens)
 ```
 """
 
