@@ -368,7 +368,7 @@ class _Reading:
     valid: torch.Tensor | None
 
     def store_values(self, layer: int, first: int, values: torch.Tensor) -> None:
-        """Put the values of new tokens, `(batch, heads, new, dim)`, the first at column `first`, if they are wanted."""
+        """Put the values of new tokens, `(batch, heads, new, dim)`, the first at column `first`, if wanted."""
         room = self.features[layer, :, self.config.num_attention_heads :, first : first + values.shape[2]]
         if not room.shape[1]:
             return

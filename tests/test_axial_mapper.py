@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from test_remote_code import HIDE, finish, start
 from tiny_models import tiny_config, tiny_model
 from torch.nn import functional as F
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModel, LlamaConfig, PreTrainedConfig, T
 
 import nearfar
 from nearfar import HybridAxialMapper, HybridAxialMapperConfig
+from nearfar.configuration.configuration_axial_mapper import state_size
 from nearfar.modeling.modeling_axial_mapper import LOG_FLOOR, sinusoidal_positions, window_starts
 
 SIZES = {
@@ -283,6 +285,55 @@ def test_other_models_are_refused() -> None:
         mapper.check_compatible(None, wide)
 
 
+def test_the_size_of_values_matters_where_they_are_read() -> None:
+    """Not to a mapper that reads attention alone, such as those of older releases, which do not name it."""
+    proxy, target = tiny_config("llama"), tiny_config("qwen2")
+    wide = LlamaConfig(**{**proxy.to_dict(), "num_key_value_heads": 4})
+    plain = HybridAxialMapperConfig.for_models(proxy, target)
+    assert plain.proxy_state_size == 16 and plain.proxy_states == "none"
+    older = {name: value for name, value in plain.to_dict().items() if not name.startswith("proxy_state")}
+    for config in (plain, HybridAxialMapperConfig(**older)):
+        config.check_compatible(wide, target)
+        with pytest.raises(ValueError) as told:
+            config.check_compatible(target, target)
+        assert "values" not in str(told.value)
+    reading = {"proxy_layers": "all", "layer_queries": True, "proxy_states": "values"}
+    config = HybridAxialMapperConfig.for_models(proxy, target, **reading)
+    config.check_compatible(proxy, target)
+    assert config.layer_channels == 20 and config.input_channels == 60
+    with pytest.raises(ValueError, match=r"values of 16 numbers a token; .* values of 32 numbers a token"):
+        config.check_compatible(wide, target)
+    with pytest.raises(StrictDataclassFieldValidationError, match=r"one of \('none', 'values'\), got keys"):
+        HybridAxialMapperConfig.for_models(proxy, target, **{**reading, "proxy_states": "keys"})
+
+
+def test_sizes_of_values() -> None:
+    assert [state_size(tiny_config(family)) for family in ("llama", "gemma3", "gpt_neox")] == [16, 16, 32]
+    config = LlamaConfig(**{**tiny_config("llama").to_dict(), "head_dim": None, "num_key_value_heads": None})
+    assert state_size(config) == 32
+    config.v_head_dim = 5
+    assert state_size(config) == 20
+    # As configurations are whose layers have sizes of their own; others than transformers' own have no such property.
+    layers = [tiny_config("llama"), tiny_config("gpt_neox")]
+
+    class Mixed(PreTrainedConfig):
+        num_hidden_layers, num_attention_heads, is_heterogeneous, per_layer_config = 2, 4, True, layers
+
+        @property
+        def head_dim(self) -> int:
+            raise RuntimeError("a per-layer attribute")
+
+    assert state_size(Mixed()) is None
+    mapper = HybridAxialMapperConfig.for_models(Mixed(), tiny_config("llama"))
+    assert mapper.proxy_state_size is None
+    with pytest.raises(ValueError, match="the same in all layers of the proxy; got None"):
+        HybridAxialMapperConfig.for_models(
+            Mixed(), tiny_config("llama"), proxy_layers="all", layer_queries=True, proxy_states="values"
+        )
+    layers[1] = layers[0]
+    assert state_size(Mixed()) == 16
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"hidden_size": 18, "num_attention_heads": 4}, "multiple of num_attention_heads"),
     ({"hidden_size": 15, "num_attention_heads": 3}, "even hidden_size"),
@@ -354,6 +405,44 @@ def test_half_precision_and_autocast_stay_close() -> None:
         assert (mapper.predict(x, return_logits=True) - wanted).abs().max() < 0.1
     half = mapper.to(torch.bfloat16).predict(x, return_logits=True)
     assert half.dtype == torch.float32 and (half - wanted).abs().max() < 0.2
+
+    options = {"proxy_layers": "all", "layer_queries": True, "proxy_states": "values", "proxy_state_size": 3}
+    mapper = tiny_mapper(torch.float32, feature_transform="log", **options)
+    x = features(2, 7, 40).float()
+    wanted = mapper.predict(x, return_logits=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (mapper.predict(x, return_logits=True) - wanted).abs().max() < 0.1
+    half = mapper.to(torch.float16)
+    assert (half.predict(x, return_logits=True) - wanted).abs().max() < 0.02
+    x[:, 4:, 7] = torch.tensor([1e6, -1e6, 6e4])  # beyond float16's range, and beyond that of a sum of such
+    assert half.predict(x, return_logits=True).isfinite().all()
+
+
+def test_statistics_of_values_are_those_of_float32_under_autocast() -> None:
+    options = {"proxy_layers": "all", "layer_queries": True, "proxy_states": "values", "proxy_state_size": 3}
+    found = []
+    for bf16 in (False, True):
+        mapper = tiny_mapper(torch.float32, dropout=0.0, **options).train()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            mapper(features(2, 14, 9).float())
+        assert mapper.state_norm is not None and mapper.state_norm.running_var.dtype == torch.float32
+        found.append(mapper.state_norm.running_var.clone())
+    assert torch.equal(*found)
+
+
+def test_wide_features_are_read_fewer_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many numbers as the encoder holds; of a batch, a row is read as it would be alone."""
+    options = {"proxy_layers": "all", "layer_queries": True, "proxy_states": "values"}
+    rows = []
+    for size in (3, 124):  # 14 and 256 channels, and an inner width of 64
+        mapper = tiny_mapper(proxy_state_size=size, **options)
+        forward = mapper.forward
+        monkeypatch.setattr(mapper, "forward", lambda x, f=forward: rows.append(x.shape[0]) or f(x))
+        monkeypatch.setattr("nearfar.modeling.modeling_axial_mapper.BATCH_TOKENS", 48)
+        x = features(2, 2, 4 + size, 31)
+        whole = mapper.predict(x[:, 1])
+        assert torch.equal(whole, mapper.predict(x[:, 1].contiguous()))
+    assert rows == [4, 1] * 2 + [1] * 5 * 2
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")

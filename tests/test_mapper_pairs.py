@@ -152,6 +152,11 @@ def test_folders_of_older_releases_are_gone_on_with(
     assert MapperPairs(tmp_path).channels == 2
     assert compute_pairs(tmp_path, *models, TOKENIZER, contexts[:2], EXACT) == 1
     assert len(MapperPairs(tmp_path)) == 2 and MapperPairs(tmp_path).digest != digest
+    path.write_text(json.dumps(index))
+    index["settings"]["proxy_states"], index["mapper"]["proxy_state_size"] = "values", 8
+    (tmp_path / "index-1.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index-1\.json lists pairs with proxy_states='values', now it is 'none'"):
+        MapperPairs(tmp_path)
 
 
 def test_an_interrupted_run_goes_on(
@@ -466,7 +471,7 @@ def test_datasets_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         read_documents("gsm8k", 0)
 
 
-@pytest.mark.parametrize("options", [{"chunk_tokens": 0}, {"storage": "bfloat16"}])
+@pytest.mark.parametrize("options", [{"chunk_tokens": 0}, {"storage": "bfloat16"}, {"proxy_states": "keys"}])
 def test_bad_settings_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(options)))):
         PairSettings(**options)

@@ -219,6 +219,17 @@ def test_a_short_run_goes_on(pairs: MapperPairs, tmp_path: Path) -> None:
         assert torch.equal(tensor, longer.mapper.state_dict()[name]), name
 
 
+def test_a_run_of_an_older_release_goes_on(pairs: MapperPairs, tmp_path: Path) -> None:
+    """Its checkpoint does not name the mapper's later fields, which are at what they were without them."""
+    trainer(pairs, tmp_path, steps=2).train()
+    checkpoint = last_checkpoint(tmp_path)
+    assert checkpoint is not None
+    state = torch.load(checkpoint / "training_state.pt", weights_only=True)
+    del state["mapper"]["proxy_states"], state["mapper"]["proxy_state_size"]
+    torch.save(state, checkpoint / "training_state.pt")
+    assert trainer(pairs, tmp_path, steps=4).train(checkpoint)["steps"] == 4
+
+
 def test_seeds_matter(pairs: MapperPairs, tmp_path: Path) -> None:
     runs = [trainer(pairs, tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     assert runs[0]._crops(0) != runs[1]._crops(0)
@@ -327,6 +338,13 @@ def test_states_are_read_by_mappers_that_want_them(pairs: MapperPairs, tmp_path:
         assert torch.equal(mine, other)
     with pytest.raises(ValueError, match="proxy_states='values', and the pairs were computed with 'none'"):
         trainer(pairs, tmp_path / "c", mapper={**read_all, "proxy_states": "values", "proxy_state_size": 3})
+    with pytest.raises(ValueError, match="proxy_state_size = 2 and the pairs have 3"):
+        trainer(with_states, tmp_path / "c", mapper={**read_all, "proxy_state_size": 2})
+    other = new_mapper(with_states, **SMALL, **read_all)
+    with pytest.raises(ValueError, match="compute pairs with proxy_states='values'"):
+        MapperTrainer(other, pairs, tmp_path / "c", cpu=True)
+    assert "(proxy layers, 7 channels, tokens)" in (tmp_path / "reading" / "model" / "README.md").read_text()
+    assert "Maps the attention and values of" in (tmp_path / "reading" / "model" / "README.md").read_text()
 
 
 def test_crops_of_all_layers(pairs: MapperPairs) -> None:
@@ -492,6 +510,22 @@ def test_the_command_from_end_to_end(
         runpy.run_path(str(ROOT / "examples" / "train_mapper.py"), run_name="__main__")
     assert leaving.value.code == 0
     assert [line["step"] for line in read_log(out) if line["kind"] == "step"] == [1, 2, 3, 4]
+
+
+def test_pairs_with_values_ask_for_a_mapper_that_reads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pairs(tmp_path / "pairs", [40, 50])
+    add_states(tmp_path / "pairs")
+    command = ["train-mapper", "--pairs", str(tmp_path / "pairs"), "--steps", "1", *TINY, "--out"]
+    assert cli.main([*command, str(tmp_path / "a")]) == 2
+    assert "holds the proxy's values" in capsys.readouterr().err and not (tmp_path / "a").exists()
+    for more, states in (
+        (["--proxy-states", "none"], "none"),
+        (["--proxy-layers", "all", "--layer-queries"], "values"),
+    ):
+        assert cli.main([*command, str(tmp_path / states), *more]) == 0
+        assert AutoModel.from_pretrained(tmp_path / states / "model").config.proxy_states == states
 
 
 def test_pairs_only(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
