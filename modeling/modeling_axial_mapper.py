@@ -339,7 +339,7 @@ class ConvolutionStem(nn.Module):
         return hidden
 
 
-def batch_norm(norm: nn.BatchNorm1d, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def batch_norm(norm: nn.Module, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Batch normalisation of `(rows, channels, tokens)` whose statistics leave padding out; 0 there while training."""
     if mask is None or not norm.training:
         normed: torch.Tensor = norm(hidden)

@@ -337,7 +337,7 @@ class ProxyScorer(PromptScorer):
     ) -> torch.Tensor:
         """See `PromptScorer.scores`."""
         device = self.device
-        states = getattr(getattr(self.mapper, "config", None), "proxy_states", "none")
+        states: Any = getattr(getattr(self.mapper, "config", None), "proxy_states", "none")
         with pending.timed("proxy", device):
             features = proxy_features(self.proxy_model, input_ids, attention_mask, chunk_tokens, states)
         with pending.timed("mapper", device):
