@@ -1,11 +1,15 @@
 """Configuration of HybridAxialMapper: from a proxy model's attention to importance scores of a target's pairs."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .remote_code import RemoteCodeConfig
+
+# What is read of a proxy's states beside its attention.
+ProxyStates = Literal["none", "values"]
+PROXY_STATES: tuple[ProxyStates, ...] = get_args(ProxyStates)
 
 
 @strict
@@ -34,6 +38,10 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
         proxy_layers: `"paired"` maps one proxy layer at a time, that of the target layer's depth, as in the paper;
             `"all"` reads all of them at once, `L_s * H_s` channels, and maps them to all target layers: more to judge
             a token by, and one pass of the encoder instead of one for each proxy layer. It needs `layer_queries`.
+        proxy_states: `"none"`, as in the paper, reads the column sums alone. `"values"` also reads the proxy's values
+            of each token: how much attention a token got says little about what it is. It needs `proxy_layers="all"`.
+        proxy_state_size: numbers in a token's values in a proxy layer, key-value heads times head dimension; needed
+            with `proxy_states="values"`.
         layer_queries: a bank of target queries for each target layer. Without it (the paper) target layers that share
             a proxy layer get the same scores. The encoder runs as often either way.
         disabled_stage: for ablations, one of the three stages in the simplest form that keeps the shapes (the paper's
@@ -69,6 +77,8 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
     dropout: float | int = 0.1
     feature_transform: Literal["none", "log"] = "none"
     proxy_layers: Literal["paired", "all"] = "paired"
+    proxy_states: ProxyStates = "none"
+    proxy_state_size: int | None = None
     layer_queries: bool = False
     disabled_stage: Literal["convolutions", "encoder", "heads"] | None = None
     window_tokens: int = 2048
@@ -112,9 +122,14 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
     # --- what follows from the fields --------------------------------------------------------------------------------
 
     @property
+    def layer_channels(self) -> int:
+        """Numbers that the features hold of a token in a proxy layer: column sums first, then its values."""
+        return token_channels(self.proxy_num_heads, self.proxy_states, self.proxy_state_size)
+
+    @property
     def input_channels(self) -> int:
-        """Column sums of a token that are read at once."""
-        return self.proxy_num_heads * (self.proxy_num_layers if self.proxy_layers == "all" else 1)
+        """Numbers of a token that are read at once."""
+        return self.layer_channels * (self.proxy_num_layers if self.proxy_layers == "all" else 1)
 
     @property
     def scored_layers(self) -> list[int]:
@@ -152,6 +167,16 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
             raise ValueError(
                 'proxy_layers="all" needs layer_queries=True, or all target layers would get the same scores.'
             )
+        if self.proxy_states != "none" and self.proxy_layers != "all":
+            raise ValueError(
+                f'proxy_states={self.proxy_states!r} needs proxy_layers="all": the weights that paired layers share '
+                "cannot read values, whose directions mean something else in each layer."
+            )
+        if self.proxy_states != "none" and not (self.proxy_state_size and self.proxy_state_size > 0):
+            raise ValueError(
+                f"proxy_states={self.proxy_states!r} needs proxy_state_size, key-value heads times head dimension, "
+                f"the same in all layers of the proxy; got {self.proxy_state_size}."
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}.")
         layers = self.scored_layers
@@ -180,6 +205,9 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
                 continue
             theirs = _proxy_sizes(given) if role == "proxy" else _target_sizes(given)
             mine = {name: getattr(self, name) for name in theirs}
+            if self.proxy_states == "none":  # where values are not read, their size does not matter
+                for sizes in (mine, theirs):
+                    sizes.pop("proxy_state_size", None)
             if mine[f"{role}_model_type"] is None:
                 mine[f"{role}_model_type"] = theirs[f"{role}_model_type"]
             if mine != theirs:
@@ -189,6 +217,23 @@ class HybridAxialMapperConfig(RemoteCodeConfig, PreTrainedConfig):
                     f"This mapper was made for a {role}{named} with {_words(role, mine)}; the {role} given has "
                     f"{_words(role, theirs)}. Train a mapper for this pair of models with `nearfar train-mapper`."
                 )
+
+
+def token_channels(heads: int, states: str, size: int | None) -> int:
+    """Numbers that features hold of a token in a proxy layer with so many query heads and values of `size` numbers."""
+    return heads + (size or 0 if states == "values" else 0)
+
+
+def state_size(config: PreTrainedConfig) -> int | None:
+    """Numbers in the values of a token in one layer, all key-value heads together; None where layers differ."""
+    if getattr(config, "is_heterogeneous", False):  # its configuration as a whole has no sizes then
+        sizes = {state_size(config.per_layer_config[layer]) for layer in range(config.num_hidden_layers)}
+        return sizes.pop() if len(sizes) == 1 else None
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    for name in ("v_head_dim", "head_dim"):
+        if getattr(config, name, None):
+            return heads * int(getattr(config, name))
+    return heads * int(config.hidden_size // config.num_attention_heads)
 
 
 def _decoder_config(role: str, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -209,6 +254,7 @@ def _proxy_sizes(config: PreTrainedConfig) -> dict[str, Any]:
         "proxy_model_type": config.model_type,
         "proxy_num_layers": config.num_hidden_layers,
         "proxy_num_heads": config.num_attention_heads,
+        "proxy_state_size": state_size(config),
     }
 
 
@@ -228,6 +274,8 @@ def _target_sizes(config: PreTrainedConfig) -> dict[str, Any]:
 def _words(role: str, sizes: dict[str, Any]) -> str:
     if role == "proxy":
         heads = f"{sizes['proxy_num_heads']} query heads"
+        if "proxy_state_size" in sizes:
+            heads += f", values of {sizes['proxy_state_size'] or 'differing'} numbers a token"
     else:
         scored = len(sizes["target_layers"])
         heads = (

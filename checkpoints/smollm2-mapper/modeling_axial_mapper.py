@@ -5,7 +5,8 @@ the tokens in context; then, token by token, each target head chooses among synt
 by all layer pairs. Shapes: features `(rows, H_s, tokens)`, logits `(rows, H_l, tokens)`.
 
 With `proxy_layers="all"` a row is a context instead of a layer pair: features `(rows, L_s * H_s, tokens)`, logits
-`(rows, L_l, H_l, tokens)`.
+`(rows, L_l, H_l, tokens)`. With `proxy_states="values"` each of the L_s proxy layers has C channels in place of
+H_s: the column sums and, after them, the proxy's values of the token.
 """
 
 import itertools
@@ -25,8 +26,10 @@ from .prunable_models import text_config
 # Added to a column sum before its logarithm; most tokens of a text receive 0.01 to 1 in a head.
 LOG_FLOOR = 1e-4
 # Windows read at once by `predict`, in tokens: bounds its memory whatever the length (a GPU: some 100 MB in half
-# precision), and fills the device.
+# precision), and fills the device. Fewer where features are wider than the encoder.
 BATCH_TOKENS, BATCH_TOKENS_CUDA = 8192, 65536
+# In float16, values further from their mean (in standard deviations) would overflow the convolutions.
+STATE_LIMIT = 1000.0
 
 
 class HybridAxialMapper(PreTrainedModel):
@@ -58,6 +61,9 @@ class HybridAxialMapper(PreTrainedModel):
             self.layers = nn.ModuleList(MapperEncoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.heads = HeadProjection(config) if disabled == "heads" else HeadAttention(config)
+        # Values differ in size by orders of magnitude from channel to channel.
+        states = config.input_channels - config.proxy_num_heads * config.proxy_num_layers
+        self.state_norm = nn.BatchNorm1d(states, affine=False) if config.proxy_states != "none" else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -83,8 +89,9 @@ class HybridAxialMapper(PreTrainedModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm | nn.BatchNorm1d):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
+            if module.weight is not None:
+                init.ones_(module.weight)
+                init.zeros_(module.bias)
             if isinstance(module, nn.BatchNorm1d):
                 assert module.running_mean is not None and module.running_var is not None
                 assert module.num_batches_tracked is not None
@@ -104,7 +111,8 @@ class HybridAxialMapper(PreTrainedModel):
 
         Args:
             features: `(rows, H_s, tokens)`, attention summed over queries at the row's proxy layer; with
-                `proxy_layers="all"` `(rows, L_s * H_s, tokens)`, layer by layer.
+                `proxy_layers="all"` `(rows, L_s * C, tokens)`, layer by layer, C being `config.layer_channels`: H_s
+                and what `config.proxy_states` adds.
             mask: `(rows, tokens)`, False at padding, which is not read; None for none. Every row has a token.
             layers: `(rows,)`, int64, the place of each row's target layer among those scored. Needed with
                 `config.layer_queries` and paired layers, otherwise not looked at.
@@ -132,12 +140,22 @@ class HybridAxialMapper(PreTrainedModel):
     def _encode(self, features: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Both stages along the tokens: `(rows, tokens, D_time)`."""
         dtype = self.norm.weight.dtype
+        states = None
+        if self.state_norm is not None:
+            features, states = self._split(features)
         if self.config.feature_transform == "log":
             # In float32 at least: half precision neither holds a sink's sum nor tells small sums apart.
             wide = features if features.dtype == torch.float64 else features.float()
             features = (wide + LOG_FLOOR).log()
         elif dtype == torch.float16:
             features = features.clamp(max=torch.finfo(dtype).max)
+        if states is not None and self.state_norm is not None:
+            if dtype == torch.float16:
+                states = states.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+            normed = batch_norm(self.state_norm, states.to(dtype), mask)
+            if dtype == torch.float16:
+                normed = normed.clamp(-STATE_LIMIT, STATE_LIMIT)
+            features = torch.cat([features.to(dtype), normed.to(dtype)], 1)
         # Token by token in memory from here on: sums and norms of all layers would take over the convolutions' order.
         hidden = self.stem(features.to(dtype), mask).mT.contiguous()
         hidden = hidden + sinusoidal_positions(hidden.shape[1], hidden.shape[2], hidden)
@@ -146,12 +164,20 @@ class HybridAxialMapper(PreTrainedModel):
             hidden = layer(hidden, attended)
         return self.norm(hidden)
 
-    @staticmethod
-    def _check_features(features: torch.Tensor, heads: int, ndim: int) -> None:
-        if features.ndim != ndim or features.shape[-2] != heads or not features.is_floating_point():
+    def _split(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Column sums `(rows, L_s * H_s, tokens)`, and values, both layer by layer."""
+        config = self.config
+        layers = features.unflatten(1, (config.proxy_num_layers, config.layer_channels))
+        sums, states = layers.tensor_split([config.proxy_num_heads], 2)
+        return sums.flatten(1, 2), states.flatten(1, 2)
+
+    def _check_features(self, features: torch.Tensor, channels: int, ndim: int) -> None:
+        if features.ndim != ndim or features.shape[-2] != channels or not features.is_floating_point():
+            states = "" if self.config.proxy_states == "none" else f" and proxy_states={self.config.proxy_states!r}"
             raise ValueError(
-                f"features must be floating point with {ndim} dimensions and {heads} proxy heads in the last but one, "
-                f"got {features.dtype} of shape {tuple(features.shape)}."
+                f"features must be floating point with {ndim} dimensions and {channels} channels in the last but one, "
+                f"for {self.config.proxy_num_heads} proxy heads{states}; got {features.dtype} of shape "
+                f"{tuple(features.shape)}."
             )
         if not features.numel():
             raise ValueError(f"features are empty: shape {tuple(features.shape)}.")
@@ -168,7 +194,8 @@ class HybridAxialMapper(PreTrainedModel):
         batch of contexts padded to one length, predict each by itself.
 
         Args:
-            features: `(L_s, H_s, N)`, on the mapper's device; N of any size.
+            features: `(L_s, H_s, N)`, on the mapper's device; N of any size. With `config.proxy_states` C channels in
+                place of H_s, as `proxy_features(..., states=config.proxy_states)` gives them.
             batch_windows: windows read at once, which bounds memory; by default what suits the device.
             return_logits: the averaged logits rather than their sigmoid. Both rank pairs alike.
 
@@ -180,7 +207,7 @@ class HybridAxialMapper(PreTrainedModel):
             ValueError: other shapes; a mapper in training mode; `batch_windows` below 1.
         """
         config = self.config
-        self._check_features(features, config.proxy_num_heads, 3)
+        self._check_features(features, config.layer_channels, 3)
         if features.shape[0] != config.proxy_num_layers:
             raise ValueError(
                 f"features must be of all {config.proxy_num_layers} proxy layers, got {features.shape[0]}."
@@ -193,6 +220,8 @@ class HybridAxialMapper(PreTrainedModel):
         starts, length = window_starts(tokens, config.window_tokens, config.window_stride)
         if batch_windows is None:
             most = BATCH_TOKENS_CUDA if features.is_cuda else BATCH_TOKENS
+            assert config.intermediate_size is not None
+            most //= max(1, config.input_channels // config.intermediate_size)
             batch_windows = max(1, most // length)
 
         pairs = config.layer_pairs
@@ -203,10 +232,11 @@ class HybridAxialMapper(PreTrainedModel):
         jobs = [(layer, start) for layer in served for start in starts]
         out = torch.zeros(len(pairs), config.target_num_heads, tokens, dtype=dtype, device=features.device)
         if config.proxy_layers == "all":
-            channels, jobs = features.flatten(0, 1), []
+            jobs = []
             for first in range(0, len(starts), batch_windows):
                 batch_starts = starts[first : first + batch_windows]
-                crops = torch.stack([channels[:, start : start + length] for start in batch_starts])
+                # Flattened after they are cut: those of a batch's row would be copied whole.
+                crops = torch.stack([features[..., start : start + length].flatten(0, 1) for start in batch_starts])
                 for row, start in zip(self.forward(crops), batch_starts, strict=True):
                     out[:, :, start : start + length] += row
         for first in range(0, len(jobs), batch_windows):
@@ -305,20 +335,19 @@ class ConvolutionStem(nn.Module):
             if mask is not None:
                 hidden = hidden * mask[:, None].to(hidden.dtype)
             hidden = convolution(hidden)
-            if mask is not None and self.training:
-                hidden = self._masked_norm(norm, hidden, mask)
-            else:
-                hidden = norm(hidden)
-            hidden = F.gelu(hidden)
+            hidden = F.gelu(batch_norm(norm, hidden, mask))
         return hidden
 
-    @staticmethod
-    def _masked_norm(norm: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Batch normalisation whose statistics leave padding out."""
-        tokens = hidden.mT
-        kept = mask.bool()
-        normed = norm(tokens[kept])
-        return torch.zeros_like(tokens, dtype=normed.dtype).masked_scatter(kept[..., None], normed).mT
+
+def batch_norm(norm: nn.Module, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Batch normalisation of `(rows, channels, tokens)` whose statistics leave padding out; 0 there while training."""
+    if mask is None or not norm.training:
+        normed: torch.Tensor = norm(hidden)
+        return normed
+    tokens = hidden.mT
+    kept = mask.bool()
+    normed = norm(tokens[kept])
+    return torch.zeros_like(tokens, dtype=normed.dtype).masked_scatter(kept[..., None], normed).mT
 
 
 class TokenProjection(nn.Module):
