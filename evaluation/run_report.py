@@ -20,6 +20,7 @@ import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -472,7 +473,10 @@ def _score_label(comparison: Comparison) -> str:
 
 
 def draw_score_against_ratio(comparison: Comparison) -> Figure:
-    """The average, with 95 % intervals, and each task by the share of pairs kept; a full cache is a dashed line."""
+    """The average, with 95 % intervals, and each task by the share of pairs kept; a full cache is a dashed line.
+
+    Points of the average are drawn a little beside their ratios, so that the intervals can be told apart.
+    """
     tasks = list(dict.fromkeys(task for task, _ in comparison.cells))
     tasks = tasks if len(tasks) > 1 else []
     lines = _lines(comparison)
@@ -482,6 +486,9 @@ def draw_score_against_ratio(comparison: Comparison) -> Figure:
     rows = 2 + math.ceil(max(0, len(tasks) - 2 * beside) / columns)
     width = 2.5 * columns + 1.2 * (not tasks)
     figure = _figure(width, 2.1 * rows + 0.9)
+    from matplotlib.transforms import offset_copy
+
+    dodges = _dodges(lines, 72 * (4.4 + 1.2 * (not tasks)))
     figure.suptitle(comparison.title, fontsize=11)
     grid = figure.add_gridspec(rows, columns)
     places = [(row, column) for row in range(rows) for column in range(columns) if row > 1 or column > 1]
@@ -500,10 +507,15 @@ def draw_score_against_ratio(comparison: Comparison) -> Figure:
             if points:
                 points.sort(key=lambda point: point[0])
                 x, y = [point[0] for point in points], [point[1] for point in points]
-                handles[line.label] = axis.plot(x, y, **_style(number), markersize=5 if task is None else 4)[0]
-                if all(point[2] for point in points):
+                with_intervals = all(point[2] for point in points)
+                place = axis.transData
+                if with_intervals:
+                    place = offset_copy(place, figure, dodges.get(number, 0.0), units="points")
+                handles[line.label] = axis.plot(x, y, **_style(number), markersize=5 if task is None else 4,
+                                                transform=place)[0]  # fmt: skip
+                if with_intervals:
                     axis.vlines(x, *zip(*(point[2] for point in points), strict=True), color=_style(number)["color"],
-                                linewidth=1.2, alpha=0.45)  # fmt: skip
+                                linewidth=1.2, alpha=0.45, transform=place)  # fmt: skip
         axis.set_title("average" if task is None else task, fontsize=10 if task is None else 9)
         _score_axis(comparison, axis)
         axis.set_xlim(0, 1.02)
@@ -517,6 +529,18 @@ def draw_score_against_ratio(comparison: Comparison) -> Figure:
         axis.set_xlabel("retention ratio", fontsize=8)
     _legend(figure, handles, width)
     return figure
+
+
+def _dodges(lines: Sequence[_Line], width: float) -> dict[int, float]:
+    """By line, how far beside its ratios it is drawn, in points; the axis is `width` points wide, of ratios 0 to 1."""
+    ratios: list[set[float]] = [
+        {ratio for run in line.runs if (ratio := run.settings.get("retention_ratio")) is not None} for line in lines
+    ]
+    drawn = [number for number, own in enumerate(ratios) if own]
+    every = sorted({ratio for own in ratios for ratio in own})
+    gaps = [after - before for before, after in pairwise(every)]
+    step = min(3.0, 0.7 * width * min(gaps, default=1.0) / max(1, len(drawn)))
+    return {number: step * (index - (len(drawn) - 1) / 2) for index, number in enumerate(drawn)}
 
 
 def _legend(figure: Figure, handles: dict[str, Any], width: float) -> None:

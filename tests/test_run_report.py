@@ -282,6 +282,23 @@ def test_sizes_are_written_where_there_is_room() -> None:
     assert [text.get_text() for text in axis.texts][:2] == ["0.1", "0.9"] and len(axis.texts) == 4
 
 
+def test_intervals_stand_beside_each_other() -> None:
+    """Points of the average lie at their ratios, and are drawn a few points beside them, bars with them."""
+    (comparison,) = compare(all_runs())
+    average, task, *_ = draw_score_against_ratio(comparison).axes
+    _, kvzip, snapkv = average.get_lines()
+    exact, half = average.transData.transform((0.3, 50.0)), 1.5 * average.figure.dpi / 72
+    for drawn, shift in zip((kvzip, snapkv, *average.collections), (-half, half) * 2, strict=True):
+        place = drawn.get_transform().transform((0.3, 50.0))
+        assert list(place) == pytest.approx([exact[0] + shift, exact[1]])
+    assert all(line.get_transform() == task.transData for line in task.get_lines()[1:])
+    # Many ratios leave less room: a line's points stay nearer to their own ratio than to the next.
+    runs = [made_up(name, ratio / 50) for name in ("snapkv", "kvzip", "h2o", "random") for ratio in range(1, 50)]
+    lines = run_report._lines(compare(runs)[0])
+    places = list(run_report._dodges(lines, 300.0).values())
+    assert places == sorted(places) and places[-1] == -places[0] and 0 < places[-1] < 300 / 50 / 2
+
+
 def test_nothing_to_report_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "no runs were found" in capsys.readouterr().err
