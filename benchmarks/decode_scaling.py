@@ -11,8 +11,11 @@ a random model's proactive cache scores with random prototypes.
 
 Each figure is measured over --steps decode steps at batch 1 after a few untimed ones: the median step, the mean step
 (which contains the evictions that come every few dozen steps), and the largest number of bytes held. The cache is put
-back to the given length after each measurement. The JSON is written after each length, so that a run that is cut off
-leaves what it measured.
+back to the given length after each measurement.
+
+Every row is printed, and written to decode_scaling.json, as soon as it is there; the same command with the same --out
+goes on with what is missing, also of other --caches and lengths. Table and figure are of what is there. --seconds ends
+it in time.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from transformers import AutoModelForCausalLM, Cache, LlamaConfig
 
 from nearfar import cli
 from nearfar.evaluation.comparison import aligned_table, format_bytes
+from nearfar.evaluation.kept_rows import KeptRows
 from nearfar.evaluation.machine import machine_report, synchronize
 from nearfar.evaluation.restoring import restored
 from nearfar.modeling.atomic_file import write_beside
@@ -119,29 +123,32 @@ def decode(model: Any, cache: Cache, steps: int) -> dict[str, float]:
     return {"median_ms": statistics.median(times), "mean_ms": statistics.fmean(times), "bytes": most}
 
 
-def table(rows: Sequence[dict[str, Any]], names: Sequence[str], lengths: Sequence[int]) -> str:
-    """One line a length, three columns a cache."""
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [format_bytes(row["bytes"]), f"{row['median_ms']:.2f}", f"{row['mean_ms']:.2f}"]
+
+
+def table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """One line a length, three columns a cache; a dash stands for what has not been measured."""
     header = ["tokens seen"]
     for name in names:
         header += [CACHES[name].label, "ms/step", "(mean)"]
+    cells = {(row["cache"], row["tokens"]): _cells(row) for row in rows}
     body = []
-    for length in lengths:
-        cells = [f"{length:,}"]
+    for length in sorted({row["tokens"] for row in rows}):
+        body.append([f"{length:,}"])
         for name in names:
-            row = next(row for row in rows if row["cache"] == name and row["tokens"] == length)
-            cells += [format_bytes(row["bytes"]), f"{row['median_ms']:.2f}", f"{row['mean_ms']:.2f}"]
-        body.append(cells)
+            body[-1] += cells.get((name, length), ["-", "-", "-"])
     return aligned_table(header, body)
 
 
-def growth(rows: Sequence[dict[str, Any]], names: Sequence[str], lengths: Sequence[int]) -> list[str]:
-    """What happened from the first length to the last."""
+def growth(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """What happened from each cache's first length to its last."""
     lines = []
     for name in names:
-        own = {row["tokens"]: row for row in rows if row["cache"] == name}
-        first, last = own[lengths[0]], own[lengths[-1]]
+        own = sorted((row for row in rows if row["cache"] == name), key=lambda row: row["tokens"])
+        first, last = own[0], own[-1]
         lines.append(
-            f"{CACHES[name].label}: {lengths[-1] / lengths[0]:.0f} times the tokens, "
+            f"{CACHES[name].label}: {last['tokens'] / first['tokens']:.0f} times the tokens, "
             f"{last['bytes'] / first['bytes']:.2f} times the bytes, "
             f"{last['median_ms'] / first['median_ms']:.2f} times the time a step"
         )
@@ -185,8 +192,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--min-tokens", type=int, default=1024)
     parser.add_argument("--max-tokens", type=int, help="default: 32,768 on a CPU, 65,536 on a GPU")
     parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--seconds", type=float, help="begin no further row after so long")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for decode_scaling.json and .png")
+    parser.add_argument(
+        "--out", type=Path, help="folder for decode_scaling.json, which the next run adds to, and decode_scaling.png"
+    )
     cli.add_machine_arguments(parser)
     args = parser.parse_args(argv)
     args.caches = args.caches.split(",")
@@ -195,10 +205,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unknown cache {unknown[0]!r}; known: {', '.join(CACHES)}")
     if args.min_tokens < 1 or (args.max_tokens or args.min_tokens) < args.min_tokens or args.steps < 1:
         parser.error("--min-tokens must lie between 1 and --max-tokens, --steps be at least 1")
+    if args.seconds is not None and not args.seconds > 0:
+        parser.error(f"--seconds must be positive, got {args.seconds:g}")
     return args
 
 
 def run(args: argparse.Namespace) -> None:
+    begin = time.perf_counter()
     device = cli.find_device(args)
     if args.max_tokens is None:
         args.max_tokens = max(args.min_tokens, 65536 if device.type == "cuda" else 32768)
@@ -208,6 +221,21 @@ def run(args: argparse.Namespace) -> None:
         # torch's cuDNN attention plans anew for every length it meets, which costs a growing cache milliseconds a
         # layer and step; the other kernels do not, so no cache is measured with it.
         torch.backends.cuda.enable_cudnn_sdp(False)
+    what = args.model or (
+        f"random Llama, {args.layers} layers, {args.heads}/{args.kv_heads} heads, hidden size {args.hidden_size}"
+    )
+    kind = str(dtype).removeprefix("torch.")
+    machine = machine_report(device)
+    settings = {"model": what, "dtype": kind, "budget": args.budget, "steps": args.steps, "seed": args.seed}
+    settings["prototypes"] = args.prototypes
+    registered = list(CACHES)
+    results = KeptRows(
+        None if args.out is None else args.out / "decode_scaling.json",
+        settings,
+        machine,
+        order=lambda row: (registered.index(row["cache"]), row["tokens"]),
+    )
+    print(f"{json.dumps(machine)}\n", flush=True)
     if args.model is None:
         model = random_llama(args).to(device, dtype).eval()
     else:
@@ -216,52 +244,55 @@ def run(args: argparse.Namespace) -> None:
     lengths = [args.min_tokens]
     while lengths[-1] * 2 <= args.max_tokens:
         lengths.append(lengths[-1] * 2)
-
-    what = args.model or (
-        f"random Llama, {args.layers} layers, {args.heads}/{args.kv_heads} heads, hidden size {args.hidden_size}"
-    )
-    kind = str(dtype).removeprefix("torch.")
-    rows: list[dict[str, Any]] = []
-    record = {
-        "model": what,
-        "dtype": kind,
-        "budget": args.budget,
-        "steps": args.steps,
-        "seed": args.seed,
-        "machine": machine_report(device),
-        "rows": rows,
+    missing = {
+        name: [length for length in lengths if not results.has(cache=name, tokens=length)] for name in args.caches
     }
 
-    def keep() -> None:
-        if args.out is not None:
-            text = json.dumps(record, indent=2) + "\n"
-            write_beside(args.out / "decode_scaling.json", lambda file: file.write_text(text, encoding="utf-8"))
+    def over() -> bool:
+        return args.seconds is not None and time.perf_counter() - begin >= args.seconds
 
-    with tqdm(total=len(args.caches) * len(lengths), unit="length", dynamic_ncols=True) as bar:
-        for name in args.caches:
-            options: dict[str, Any] = {}
-            if CACHES[name].needs_prototypes:
-                if args.prototypes is not None:
-                    options["prototypes"] = args.prototypes
-                elif args.model is None:
-                    options["prototypes"] = random_prototypes(model)
-            cache = make_cache(name, model, budget=args.budget, **options)
+    with tqdm(total=sum(map(len, missing.values())), unit="length", dynamic_ncols=True) as bar:
+        for name, wanted in missing.items():
+            if not wanted:
+                continue
+            label = CACHES[name].label
+            cache = make_cache(name, model, budget=args.budget, **_options(args, name, model))
             generator = torch.Generator().manual_seed(args.seed)
-            for length in lengths:
-                bar.set_description(f"{CACHES[name].label} at {length:,}", refresh=True)
+            # What was measured before is read again: the cache is to be the same as in a run that goes through.
+            for length in lengths[: lengths.index(wanted[-1]) + 1]:
+                if over():
+                    left = ", ".join(f"{n:,}" for n in wanted if not results.has(cache=name, tokens=n))
+                    bar.write(f"{label} at {left}: not begun, --seconds are over", file=sys.stderr)
+                    break
+                bar.set_description(f"{label} at {length:,}", refresh=True)
                 extend(model, cache, length, generator)
-                rows.append({"cache": name, "tokens": length, **decode(model, cache, args.steps)})
-                keep()
-                bar.update()
+                if length in wanted:
+                    row = {"cache": name, "tokens": length, **decode(model, cache, args.steps)}
+                    results.add(row)
+                    bar.write("  ".join([f"{length:,}", label, *_cells(row)]), file=sys.stdout)
+                    sys.stdout.flush()
+                    bar.update()
             del cache
 
-    print(f"\n{json.dumps(record['machine'])}")
+    rows = results.rows
+    there = {row["cache"] for row in rows}
+    names = [name for name in dict.fromkeys([*args.caches, *(row["cache"] for row in rows)]) if name in there]
     kernels = "; torch SDPA without cuDNN" if device.type == "cuda" else ""
-    print(f"Held equal: {what}, {kind}; batch 1; budget {args.budget}; {args.steps} steps{kernels}\n")
-    print(table(rows, args.caches, lengths) + "\n")
-    print("\n".join(growth(rows, args.caches, lengths)))
-    if args.out is not None:
-        write_beside(args.out / "decode_scaling.png", lambda file: draw(file, rows, args.caches))
+    print(f"\nHeld equal: {what}, {kind}; batch 1; budget {args.budget}; {args.steps} steps{kernels}\n")
+    print(table(rows, names) + "\n")
+    print("\n".join(growth(rows, names)))
+    if args.out is not None and rows:
+        write_beside(args.out / "decode_scaling.png", lambda file: draw(file, rows, names))
+
+
+def _options(args: argparse.Namespace, name: str, model: Any) -> dict[str, Any]:
+    """Further arguments of a cache."""
+    if CACHES[name].needs_prototypes:
+        if args.prototypes is not None:
+            return {"prototypes": args.prototypes}
+        if args.model is None:
+            return {"prototypes": random_prototypes(model)}
+    return {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -42,8 +42,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from nearfar import cli
 from nearfar.evaluation.comparison import aligned_table
+from nearfar.evaluation.kept_rows import KeptRows
 from nearfar.evaluation.machine import machine_report, synchronize
-from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.cache_registry import cache_kept_pairs
 from nearfar.modeling.compat import cache_argument
 from nearfar.modeling.kvzip_scores import RepeatPrompt
@@ -290,38 +290,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-class Results:
-    """Rows, written to a file as they come; those of an earlier run are there already."""
-
-    def __init__(self, folder: Path | None, settings: dict[str, Any], machine: dict[str, Any]) -> None:
-        self.path = None if folder is None else folder / "prefill.json"
-        self.record: dict[str, Any] = {**settings, "machine": machine, "rows": []}
-        if self.path is not None and self.path.is_file():
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            for name, value in {**settings, "device": machine["device"]}.items():
-                before = found["machine"]["device"] if name == "device" else found.get(name, UNNAMED.get(name))
-                if before != value:
-                    raise ValueError(
-                        f"{self.path} was measured with {name} = {before!r}, now it is {value!r}: give another --out"
-                    )
-            self.record["rows"] = found["rows"]
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.record["rows"]
-        return rows
-
-    def has(self, tokens: int, system: str) -> bool:
-        return any(row["tokens"] == tokens and row["system"] == system for row in self.rows)
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        self.rows.sort(key=lambda row: (row["tokens"], SYSTEMS.index(row["system"])))
-        if self.path is not None:
-            text = json.dumps(self.record, indent=2) + "\n"
-            write_beside(self.path, lambda file: file.write_text(text, encoding="utf-8"))
-
-
 def run(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     device = cli.find_device(args)
@@ -334,7 +302,13 @@ def run(args: argparse.Namespace) -> None:
     machine = machine_report(device)
     settings = {"shape": shape, "dtype": str(dtype), "retention_ratio": args.retention_ratio}
     settings |= {"chunk_tokens": args.chunk_tokens, "seed": args.seed, "proxy_states": args.proxy_states}
-    results = Results(args.out, settings, machine)
+    results = KeptRows(
+        None if args.out is None else args.out / "prefill.json",
+        settings,
+        machine,
+        order=lambda row: (row["tokens"], SYSTEMS.index(row["system"])),
+        unnamed=UNNAMED,
+    )
     print(f"{json.dumps(machine)}\n", flush=True)
     torch.manual_seed(args.seed)
     target = make_model(shape, 0, max(131_072, *lengths), device, dtype)
@@ -345,7 +319,7 @@ def run(args: argparse.Namespace) -> None:
         ids = torch.randint(64, config.vocab_size, (1, n), device=device)
         pairs = n * config.num_hidden_layers * config.num_key_value_heads
         for system in args.systems:
-            if system in left_out or results.has(n, system):
+            if system in left_out or results.has(tokens=n, system=system):
                 continue
             if args.seconds is not None and time.perf_counter() - begin >= args.seconds:
                 print(f"{n} tokens, {LABELS[system]}: not begun, --seconds are over", file=sys.stderr)

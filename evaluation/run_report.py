@@ -6,15 +6,21 @@ the cache. Averages are over the tasks and lengths that all runs of a chart have
 Intervals are Wilson's at 95 %, of as many samples as the average has, as if each were right or wrong. Scores in
 between, and tasks of different difficulty, vary less, so that they are, if anything, too wide. They say how far an
 average is from what more samples would give; all caches were asked the same, so that differences are known better.
+
+A cache goes by its plain name; only where a comparison has it with two sets of arguments, those that differ are named,
+and of paths as much as tells them apart. `report.md` gives all arguments below the table.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,12 +171,93 @@ def _same_data(run: BenchmarkRun, other: BenchmarkRun) -> bool:
 
 def _order(run: BenchmarkRun) -> tuple[Any, ...]:
     name = str(run.settings.get("cache"))
-    return (name != FULL, name, run.settings.get("budget") or 0, run.settings.get("retention_ratio") or 0.0)
+    settings = run.settings
+    size = (settings.get("budget") or 0, settings.get("retention_ratio") or 0.0)
+    return (name != FULL, name, _options_key(run), *size)
+
+
+def _options_key(run: BenchmarkRun) -> str:
+    options = run.settings.get("cache_options")
+    return json.dumps(options, sort_keys=True) if options else ""  # none is first
 
 
 def _file_name(model: str) -> str:
     kept = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in Path(model).name)
     return kept.strip("-.") or "model"
+
+
+# --- names of caches -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Line:
+    """Runs that are points of one line of a chart: those of one cache with the same arguments.
+
+    Attributes:
+        cache: its registered name.
+        apart: what tells it from the same cache with other arguments, such as `mapper=new`; mostly empty.
+        several: whether the same cache is there with other arguments.
+        runs: by size.
+    """
+
+    cache: str
+    apart: str
+    several: bool
+    runs: list[BenchmarkRun]
+
+    @property
+    def label(self) -> str:
+        return cache_label(self.cache) + (f" ({self.apart})" if self.apart else "")
+
+    def run_label(self, run: BenchmarkRun) -> str:
+        return run.label + (f" ({self.apart})" if self.apart else "")
+
+
+def _lines(comparison: Comparison) -> list[_Line]:
+    """All runs, in the order of `comparison.runs` where `compare` made it."""
+    by_cache: dict[str, dict[str, list[BenchmarkRun]]] = {}
+    for run in comparison.runs:
+        by_cache.setdefault(str(run.settings.get("cache")), {}).setdefault(_options_key(run), []).append(run)
+    lines = []
+    for cache, sets in by_cache.items():
+        apart = _what_differs([runs[0].settings.get("cache_options") or {} for runs in sets.values()])
+        lines += [_Line(cache, text, len(sets) > 1, runs) for text, runs in zip(apart, sets.values(), strict=True)]
+    return lines
+
+
+def _what_differs(sets: Sequence[dict[str, Any]]) -> list[str]:
+    """Of each set the arguments that the others do not all have; no two texts are alike."""
+    texts: list[list[str]] = [[] for _ in sets]
+    for name in sorted({name for options in sets for name in options}):
+        given = {json.dumps(options[name], sort_keys=True): options[name] for options in sets if name in options}
+        if len(given) == 1 and all(name in options for options in sets):
+            continue
+        shown = dict(zip(given, _short_values(list(given.values())), strict=True))
+        for text, options in zip(texts, sets, strict=True):
+            if name in options:
+                text.append(f"{name}={shown[json.dumps(options[name], sort_keys=True)]}")
+    return [", ".join(text) for text in texts]
+
+
+def _short_values(values: Sequence[Any]) -> list[str]:
+    """Values that differ, as texts that differ: paths by as many of their last components as that takes."""
+    parts = [[part for part in re.split(r"[/\\]", str(value)) if part] for value in values]
+    for count in range(1, max(map(len, parts), default=0) + 1):
+        shown = ["/".join(p[-count:]) if isinstance(v, str) else str(v) for p, v in zip(parts, values, strict=True)]
+        if len(set(shown)) == len(shown):
+            return shown
+    return [json.dumps(value, sort_keys=True) for value in values]
+
+
+def _arguments(comparison: Comparison) -> list[str]:
+    """One line for each cache that was given any."""
+    lines = []
+    for line in _lines(comparison):
+        options = line.runs[0].settings.get("cache_options") or {}
+        if options or line.several:
+            shown = ", ".join(f"`{name}={value}`" for name, value in sorted(options.items()))
+            lines.append(f"- {line.label}: {shown or 'no arguments'}")
+    return ["Arguments:", "", *lines, ""] if lines else []
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -195,6 +282,7 @@ def write_report(found: FoundRuns, out: str | Path, *, command: str = "") -> lis
         lines += [f"`{command}`", ""]
     for comparison in comparisons:
         lines += [f"## {comparison.title}", "", *_notes(comparison), "", *_table(comparison), ""]
+        lines += _arguments(comparison)
         lines += _tables_by_size(comparison)
         for kind, draw in _charts(comparison):
             path = out / f"{comparison.name}-{kind}.png"
@@ -256,7 +344,7 @@ def _notes(comparison: Comparison) -> list[str]:
 def _table(comparison: Comparison) -> list[str]:
     """Tasks down, runs across; below, averages and costs."""
     lengths = {length for _, length in comparison.cells}
-    header = ["task", *(run.label for run in comparison.runs)]
+    header = ["task", *(line.run_label(run) for line in _lines(comparison) for run in line.runs)]
     rows = []
     if comparison.benchmark != "latency":
         for task, length in _in_order([cell for run in comparison.runs for cell in comparison.entries(run)]):
@@ -297,8 +385,8 @@ def _tables_by_size(comparison: Comparison) -> list[str]:
     lines = []
     for setting, what in _SIZES:
         found = {
-            label: {run.settings[setting]: run for run in runs if run.settings.get(setting) is not None}
-            for label, runs in _caches(comparison).items()
+            line.label: {run.settings[setting]: run for run in line.runs if run.settings.get(setting) is not None}
+            for line in _lines(comparison)
         }
         found = {label: runs for label, runs in found.items() if runs}
         sizes = sorted({size for runs in found.values() for size in runs})
@@ -376,18 +464,6 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _caches(comparison: Comparison) -> dict[str, list[BenchmarkRun]]:
-    """Runs that are points of one line: those of a cache with the same options."""
-    lines: dict[str, list[BenchmarkRun]] = {}
-    for run in comparison.runs:
-        name = str(run.settings.get("cache"))
-        options = run.settings.get("cache_options") or {}
-        shown = ", ".join(f"{key}={value}" for key, value in options.items())
-        label = cache_label(name) + (f" ({shown})" if shown else "")
-        lines.setdefault(label, []).append(run)
-    return lines
-
-
 def _style(index: int) -> dict[str, Any]:
     return {"color": _COLORS[index % len(_COLORS)], "marker": _MARKERS[index % len(_MARKERS)]}
 
@@ -397,37 +473,49 @@ def _score_label(comparison: Comparison) -> str:
 
 
 def draw_score_against_ratio(comparison: Comparison) -> Figure:
-    """The average, with 95 % intervals, and each task by the share of pairs kept; a full cache is a dashed line."""
+    """The average, with 95 % intervals, and each task by the share of pairs kept; a full cache is a dashed line.
+
+    Points of the average are drawn a little beside their ratios, so that the intervals can be told apart.
+    """
     tasks = list(dict.fromkeys(task for task, _ in comparison.cells))
     tasks = tasks if len(tasks) > 1 else []
-    lines = _caches(comparison)
+    lines = _lines(comparison)
     # The average takes two rows and columns, tasks the places beside and below.
     beside = min(3, math.ceil(len(tasks) / 2))
     columns = 2 + beside
     rows = 2 + math.ceil(max(0, len(tasks) - 2 * beside) / columns)
-    figure = _figure(2.5 * columns + 1.2 * (not tasks), 2.1 * rows + 0.9)
+    width = 2.5 * columns + 1.2 * (not tasks)
+    figure = _figure(width, 2.1 * rows + 0.9)
+    from matplotlib.transforms import offset_copy
+
+    dodges = _dodges(lines, 72 * (4.4 + 1.2 * (not tasks)))
     figure.suptitle(comparison.title, fontsize=11)
     grid = figure.add_gridspec(rows, columns)
     places = [(row, column) for row in range(rows) for column in range(columns) if row > 1 or column > 1]
     axes = [figure.add_subplot(grid[:2, :2]), *(figure.add_subplot(grid[place]) for place in places[: len(tasks)])]
     handles: dict[str, Any] = {}
     for axis, task in zip(axes, [None, *tasks], strict=True):
-        for number, (label, runs) in enumerate(lines.items()):
+        for number, line in enumerate(lines):
             points = []
-            for run in runs:
+            for run in line.runs:
                 score = _task_score(comparison, run, task)
                 interval = comparison.interval(run) if task is None else None
                 if run.settings.get("cache") == FULL and score is not None:
-                    handles[label] = axis.axhline(score, color="#222222", linestyle="--", linewidth=1.2)
+                    handles[line.label] = axis.axhline(score, color="#222222", linestyle="--", linewidth=1.2)
                 elif run.settings.get("retention_ratio") is not None and score is not None:
                     points.append((run.settings["retention_ratio"], score, interval))
             if points:
                 points.sort(key=lambda point: point[0])
                 x, y = [point[0] for point in points], [point[1] for point in points]
-                handles[label] = axis.plot(x, y, **_style(number), markersize=5 if task is None else 4)[0]
-                if all(point[2] for point in points):
+                with_intervals = all(point[2] for point in points)
+                place = axis.transData
+                if with_intervals:
+                    place = offset_copy(place, figure, dodges.get(number, 0.0), units="points")
+                handles[line.label] = axis.plot(x, y, **_style(number), markersize=5 if task is None else 4,
+                                                transform=place)[0]  # fmt: skip
+                if with_intervals:
                     axis.vlines(x, *zip(*(point[2] for point in points), strict=True), color=_style(number)["color"],
-                                linewidth=1.2, alpha=0.45)  # fmt: skip
+                                linewidth=1.2, alpha=0.45, transform=place)  # fmt: skip
         axis.set_title("average" if task is None else task, fontsize=10 if task is None else 9)
         _score_axis(comparison, axis)
         axis.set_xlim(0, 1.02)
@@ -439,9 +527,29 @@ def draw_score_against_ratio(comparison: Comparison) -> Figure:
     lowest |= {place[1]: axis for axis, place in zip(axes[1:], places, strict=False)}
     for axis in dict.fromkeys([axes[0], *lowest.values()]):
         axis.set_xlabel("retention ratio", fontsize=8)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(6, len(handles)), fontsize=8,
-                  frameon=False)  # fmt: skip
+    _legend(figure, handles, width)
     return figure
+
+
+def _dodges(lines: Sequence[_Line], width: float) -> dict[int, float]:
+    """By line, how far beside its ratios it is drawn, in points; the axis is `width` points wide, of ratios 0 to 1."""
+    ratios: list[set[float]] = [
+        {ratio for run in line.runs if (ratio := run.settings.get("retention_ratio")) is not None} for line in lines
+    ]
+    drawn = [number for number, own in enumerate(ratios) if own]
+    every = sorted({ratio for own in ratios for ratio in own})
+    gaps = [after - before for before, after in pairwise(every)]
+    step = min(3.0, 0.7 * width * min(gaps, default=1.0) / max(1, len(drawn)))
+    return {number: step * (index - (len(drawn) - 1) / 2) for index, number in enumerate(drawn)}
+
+
+def _legend(figure: Figure, handles: dict[str, Any], width: float) -> None:
+    """Below a figure of `width` inches, in as many columns as there is room for."""
+    longest = max(map(len, handles), default=1)
+    most = max(1, int(width / (0.55 + 0.068 * longest)))
+    rows = math.ceil(len(handles) / most)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", fontsize=8, frameon=False,
+                  ncols=max(1, math.ceil(len(handles) / max(1, rows))))  # fmt: skip
 
 
 def _task_score(comparison: Comparison, run: BenchmarkRun, task: str | None) -> float | None:
@@ -463,12 +571,14 @@ def _score_axis(comparison: Comparison, axis: Axes) -> None:
 
 
 def draw_score_against_time(comparison: Comparison) -> Figure:
-    """The average score by seconds of prefill and answer; the ratio or budget stands beside each point."""
-    figure = _figure(5.6, 4.2)
+    """The average score by seconds of prefill and answer; where there is room a point's ratio or budget beside it."""
+    figure = _figure(7.0, 4.6)
     axis = figure.subplots()
-    for number, (label, runs) in enumerate(_caches(comparison).items()):
+    handles: dict[str, Any] = {}
+    drawn = []
+    for number, line in enumerate(_lines(comparison)):
         points = []
-        for run in runs:
+        for run in line.runs:
             seconds, score = comparison.seconds(run), comparison.average(run)
             if seconds is not None and score is not None:
                 size = run.settings.get("retention_ratio") or run.settings.get("budget")
@@ -476,49 +586,121 @@ def draw_score_against_time(comparison: Comparison) -> Figure:
         if not points:
             continue
         # In the order of sizes, not of times.
-        axis.plot([p[0] for p in points], [p[1] for p in points], **_style(number), linewidth=1, label=label)
-        for seconds, score, text in points:
-            axis.annotate(text, (seconds, score), textcoords="offset points", xytext=(5, 5), fontsize=7)
+        handles[line.label] = axis.plot([p[0] for p in points], [p[1] for p in points], **_style(number), linewidth=1,
+                                        markersize=5)[0]  # fmt: skip
+        drawn.append((number, points))
     axis.set_title(comparison.title, fontsize=10)
     axis.set_xlabel("seconds a sample: prefill and answer", fontsize=9)
     axis.set_ylabel(_score_label(comparison), fontsize=9)
     _score_axis(comparison, axis)
     axis.margins(x=0.12)
     axis.set_xlim(left=0)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    _legend(figure, handles, 7.0)
+    _write_sizes(figure, axis, drawn)
     return figure
 
 
+def _write_sizes(figure: Figure, axis: Axes, drawn: Sequence[tuple[int, list[tuple[float, float, str]]]]) -> None:
+    """Texts beside points, the ends of lines first; those that would cover a point or another text are left out."""
+    figure.draw_without_rendering()  # where points are is known after the layout
+    ordered = [(number, points[index]) for index in (0, -1) for number, points in drawn if index == 0 or points[1:]]
+    ordered += [(number, point) for number, points in drawn for point in points[1:-1]]
+    places = [
+        [float(72 / figure.dpi * place) for place in axis.transData.transform(point[:2])] for _, point in ordered
+    ]
+    # Left, right, bottom and top, in points.
+    taken = [(x - 2.5, x + 2.5, y - 2.5, y + 2.5) for x, y in places]
+    letter, height = 4.3, 6.0  # of text of size 7
+    for (number, (seconds, score, text)), (x, y) in zip(ordered, places, strict=True):
+        width = letter * len(text)
+        for right, up in ((4.0, 4.0), (4.0, -4.0 - height), (-4.0 - width, 4.0), (-4.0 - width, -4.0 - height)):
+            box = (x + right, x + right + width, y + up, y + up + height)
+            if not any(
+                box[0] < other[1] and other[0] < box[1] and box[2] < other[3] and other[2] < box[3] for other in taken
+            ):
+                taken.append(box)
+                axis.annotate(text, (seconds, score), textcoords="offset points", xytext=(right, up), fontsize=7,
+                              color=_style(number)["color"])  # fmt: skip
+                break
+
+
 def draw_task_heat_map(comparison: Comparison) -> Figure:
-    """Tasks (and lengths) by runs, each cell with its score."""
+    """Tasks (and lengths) by runs, each cell with its score; the runs of a cache stand together, its name above."""
+    import numpy as np
+
     cells = _in_order(comparison.cells)
     lengths = {length for _, length in cells}
     names = [task if len(lengths) < 2 or n is None else f"{task}, {short_length(n)}" for task, n in cells]
+    lines = _lines(comparison)
+    runs = [run for line in lines for run in line.runs]
     values = [
-        [math.nan if (score := comparison.entries(run)[cell]["score"]) is None else score for run in comparison.runs]
+        [math.nan if (score := comparison.entries(run)[cell]["score"]) is None else score for run in runs]
         for cell in cells
     ]
-    many = len(comparison.runs) > 20
-    figure = _figure(2.8 + (0.3 if many else 0.62) * len(comparison.runs), 1.9 + 0.3 * len(cells))
+    many = len(runs) > 20
+    column_width, gap = (0.3, 0.4) if many else (0.5, 0.2)  # inches; of a column's width
+    # Edges of the columns, and of the empty ones between caches.
+    edges, middles = [0.0], []
+    columns: list[float] = []
+    shown: list[int | None] = []
+    for line in lines:
+        if columns:
+            shown.append(None)
+            edges.append(edges[-1] + gap)
+        start = edges[-1]
+        for _ in line.runs:
+            shown.append(len(columns))
+            columns.append(edges[-1] + 0.5)
+            edges.append(edges[-1] + 1.0)
+        middles.append((start + edges[-1]) / 2)
+    # Names slant where one is wider than its columns even when it is wrapped.
+    room = [max(5, int((len(line.runs) + gap) * column_width / 0.075)) for line in lines]
+    labels = [textwrap.fill(line.label, n, break_long_words=False) for line, n in zip(lines, room, strict=True)]
+    slant: dict[str, Any] = {}
+    if any(len(text) > n for label, n in zip(labels, room, strict=True) for text in label.split("\n")):
+        labels, slant = [line.label for line in lines], {"rotation": 30, "ha": "left", "rotation_mode": "anchor"}
+    width = 1.3 + 0.07 * max(map(len, names), default=0) + column_width * edges[-1]
+    # A slanting name is half as high as it is long.
+    height = 0.3 * len(cells) + (0.9 + 0.035 * max(map(len, labels)) if slant else 1.3)
+    figure = _figure(max(3.6, width), max(2.4, height))
     axis = figure.subplots()
     flat = [value for row in values for value in row if not math.isnan(value)]
     better = higher_is_better(comparison.benchmark)
     low, high = (0.0, 100.0) if better else (min(flat), max(flat) + 1e-9)
-    image = axis.imshow(values, cmap="viridis" if better else "viridis_r", vmin=low, vmax=high, aspect="auto",
-                        interpolation="nearest")  # fmt: skip
-    for row, line in enumerate(values):
-        for column, value in enumerate(line):
+    filled = np.array([[math.nan if column is None else row[column] for column in shown] for row in values])
+    image = axis.pcolormesh(edges, np.arange(len(cells) + 1) - 0.5, np.ma.masked_invalid(filled),
+                            cmap="viridis" if better else "viridis_r", vmin=low, vmax=high)  # fmt: skip
+    axis.set_ylim(len(cells) - 0.5, -0.5)
+    for row, line_values in enumerate(values):
+        for column, value in zip(columns, line_values, strict=True):
             share = (value - low) / (high - low)
             dark = share < 0.6 if better else share > 0.4
             text = "–" if math.isnan(value) else f"{value:.0f}" if better else f"{value:.1f}"
             color, size = "white" if dark else "black", 7 if many else 8
             axis.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
-    axis.set_xticks(range(len(comparison.runs)), [run.label for run in comparison.runs], rotation=90 if many else 40,
-                    ha="center" if many else "right", fontsize=8)  # fmt: skip
+    sizes = [_size_text(run) for run in runs]
+    crowded = max(map(len, sizes), default=0) * 0.07 > column_width
+    axis.set_xticks(columns, sizes, fontsize=8, rotation=90 if crowded else 0)
     axis.set_yticks(range(len(cells)), names, fontsize=8)
-    axis.set_title(comparison.title, fontsize=10)
-    figure.colorbar(image, ax=axis, pad=0.01).set_label(_score_label(comparison), fontsize=8)
+    axis.tick_params(length=0)
+    for side in axis.spines.values():
+        side.set_visible(False)
+    if any(sizes):
+        axis.set_xlabel(" or ".join(what for key, what in _SIZES if any(run.settings.get(key) for run in runs)),
+                        fontsize=8)  # fmt: skip
+    above = axis.secondary_xaxis("top")
+    above.set_xticks(middles, labels, fontsize=8, **slant)
+    above.tick_params(length=0)
+    above.spines["top"].set_visible(False)
+    figure.suptitle(comparison.title, fontsize=10)
+    bar = figure.colorbar(image, ax=axis, pad=0.01)
+    bar.set_label(_score_label(comparison), fontsize=8)
+    bar.ax.tick_params(labelsize=8)
     return figure
+
+
+def _size_text(run: BenchmarkRun) -> str:
+    return next((f"{run.settings[key]:g}" for key, _ in _SIZES if run.settings.get(key) is not None), "")
 
 
 def draw_latency(comparison: Comparison) -> Figure:
@@ -532,13 +714,14 @@ def draw_latency(comparison: Comparison) -> Figure:
     )
     handles: dict[str, Any] = {}
     for axis, (label, what, scale) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for color, runs in enumerate(_caches(comparison).values()):
-            for number, run in enumerate(runs):  # one colour a cache, one marker and dash a size
+        for color, line in enumerate(_lines(comparison)):
+            for number, run in enumerate(line.runs):  # one colour a cache, one marker and dash a size
                 points = [(e["length"], scale * e[what]) for e in run.scores() if e.get(what) is not None]
                 if points:
                     style = {**_style(color), "marker": _MARKERS[number % len(_MARKERS)]}
                     style["linestyle"] = ("-", "--", ":", "-.")[number % 4]
-                    handles[run.label] = axis.plot(*zip(*sorted(points), strict=True), **style, markersize=5)[0]
+                    drawn = axis.plot(*zip(*sorted(points), strict=True), **style, markersize=5)
+                    handles[line.run_label(run)] = drawn[0]
         axis.set_title(label, fontsize=9)
         axis.grid(alpha=0.25)
         axis.tick_params(labelsize=8)
@@ -547,5 +730,5 @@ def draw_latency(comparison: Comparison) -> Figure:
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
         axis.set_xlabel("tokens of context", fontsize=8)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    _legend(figure, handles, 10.0)
     return figure

@@ -330,6 +330,57 @@ def test_decode_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "error:" in capsys.readouterr().err
 
 
+def test_decode_scaling_keeps_its_rows_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["--layers", "1", "--hidden-size", "16", "--heads", "2", "--kv-heads", "1", "--budget", "64"]
+    arguments += ["--min-tokens", "96", "--max-tokens", "384", "--steps", "2", "--caches", "snapkv,full", *MACHINE]
+    whole, kept = tmp_path / "whole", tmp_path / "kept" / "decode_scaling.json"
+
+    def rows(file: Path) -> list[tuple[str, int, int]]:
+        return [(row["cache"], row["tokens"], row["bytes"]) for row in json.loads(file.read_text())["rows"]]
+
+    assert decode_scaling.main([*arguments, "--out", str(whole)]) == 0
+    uninterrupted = capsys.readouterr().out
+    arguments += ["--out", str(kept.parent)]
+    measured, decode = [], decode_scaling.decode
+
+    def interrupted(*args: Any) -> dict[str, float]:
+        measured.append(args)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return decode(*args)
+
+    monkeypatch.setattr(decode_scaling, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        decode_scaling.main(arguments)
+    assert "192  SnapKV  " in capsys.readouterr().out
+    before = kept.read_text()
+    assert [row[:2] for row in rows(kept)] == [("snapkv", 96), ("snapkv", 192)]
+
+    # Nothing more is begun, and what is there is shown.
+    assert decode_scaling.main([*arguments, "--seconds", "1e-9"]) == 0
+    shown = capsys.readouterr()
+    assert "SnapKV at 384: not begun" in shown.err and "Full cache at 96, 192, 384: not begun" in shown.err
+    assert "2 times the tokens" in shown.out and kept.read_text() == before and len(measured) == 3
+    assert (kept.parent / "decode_scaling.png").is_file()
+
+    # The rest gives what a run that goes through gives, and is not measured again.
+    for _ in range(2):
+        assert decode_scaling.main(arguments) == 0
+        assert len(measured) == 3 + 4 and rows(kept) == rows(whole / "decode_scaling.json")
+    assert uninterrupted.split("Held equal")[1].split("ms/step")[0] in capsys.readouterr().out
+
+    assert decode_scaling.main([*arguments, "--steps", "3"]) == 2
+    assert "measured with steps = 2, now it is 3: give another --out" in capsys.readouterr().err
+    kept.write_text('{"rows": 3}')
+    assert decode_scaling.main(arguments) == 2
+    assert "does not hold rows" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        decode_scaling.main([*arguments, "--seconds", "0"])
+
+
 def test_mapper_ablation(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     write_pairs(tmp_path / "pairs", [40, 30, 30, 40])

@@ -220,6 +220,85 @@ def test_different_numbers_of_samples_are_told(tmp_path: Path) -> None:
     assert "1 to 2." in report and "different numbers of samples" in report
 
 
+def test_a_cache_goes_by_its_name(tmp_path: Path) -> None:
+    """Its arguments are named where they tell runs apart, and stand below the table."""
+    proxykv = {"mapper": "/long/path/mapm", "proxy": "/long/path/prox"}
+    runs = [made_up("full", None), made_up("kvzip", 0.3, cache_options={"chunk_tokens": 64})]
+    runs += [made_up("proxykv", ratio, cache_options=proxykv) for ratio in (0.1, 0.3)]
+    for index, run in enumerate(runs):
+        run.write(tmp_path / "runs" / f"{index}.json")
+    report = write_report(find_runs(tmp_path / "runs"), tmp_path / "out")[0].read_text()
+    assert "| task | full | kvzip 0.3 | proxykv 0.1 | proxykv 0.3 |" in report
+    assert "\n| ProxyKV | " in report and "ProxyKV (" not in report
+    assert "- KVzip: `chunk_tokens=64`\n- ProxyKV: `mapper=/long/path/mapm`, `proxy=/long/path/prox`\n" in report
+    assert "% of KVzip's" in report  # found by its name
+    (comparison,) = compare(runs)
+    assert [line.label for line in run_report._lines(comparison)] == ["Full cache", "KVzip", "ProxyKV"]
+
+    runs += [made_up("proxykv", ratio, cache_options={**proxykv, "mapper": "/other/new/mapm"}) for ratio in (0.1, 0.3)]
+    (comparison,) = compare(runs[::-1])
+    lines = run_report._lines(comparison)
+    assert [line.label for line in lines[2:]] == ["ProxyKV (mapper=path/mapm)", "ProxyKV (mapper=new/mapm)"]
+    # Runs of one line stand together, by size.
+    assert [run for line in lines for run in line.runs] == comparison.runs
+    assert lines[2].run_label(lines[2].runs[0]) == "proxykv 0.1 (mapper=path/mapm)"
+    (comparison,) = compare([made_up("snapkv", 0.3, cache_options=options) for options in ({}, {"window": 8})])
+    assert [line.label for line in run_report._lines(comparison)] == ["SnapKV", "SnapKV (window=8)"]
+    assert run_report._arguments(comparison)[2:4] == ["- SnapKV: no arguments", "- SnapKV (window=8): `window=8`"]
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        (["/a/b/c", "/a/d"], ["c", "d"]),
+        (["/a/b/c/", "/a/d/c"], ["b/c", "d/c"]),
+        (["org/one", "one"], ["org/one", "one"]),
+        (["/a/b", "/a/b/"], ['"/a/b"', '"/a/b/"']),
+        ([1, "1"], ["1", '"1"']),
+        ([0.5, None], ["0.5", "None"]),
+    ],
+)
+def test_paths_are_as_short_as_they_differ(values: list[Any], shown: list[str]) -> None:
+    assert run_report._short_values(values) == shown
+
+
+def test_the_heat_map_keeps_a_cache_together() -> None:
+    (comparison,) = compare(all_runs())
+    axis = draw_task_heat_map(comparison).axes[0]
+    # A gap of a fifth of a column between caches.
+    assert list(axis.get_xticks()) == pytest.approx([0.5, 1.7, 2.7, 3.7, 4.9, 5.9, 6.9])
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["", *["0.1", "0.3", "0.5"] * 2]
+    (above,) = axis.child_axes
+    assert [text.get_text() for text in above.get_xticklabels()] == ["Full\ncache", "KVzip", "SnapKV"]
+    assert [text.get_position()[0] for text in axis.texts[:7]] == pytest.approx(list(axis.get_xticks()))
+
+
+def test_sizes_are_written_where_there_is_room() -> None:
+    """Of runs that all score and take the same, one has its ratio beside its point for each way to put it."""
+    runs = [made_up("snapkv", 0.5) for _ in range(9)]
+    for number, run in enumerate(runs):
+        run.settings["retention_ratio"] = (number + 1) / 10
+    axis = draw_score_against_time(compare(runs)[0]).axes[0]
+    assert [text.get_text() for text in axis.texts][:2] == ["0.1", "0.9"] and len(axis.texts) == 4
+
+
+def test_intervals_stand_beside_each_other() -> None:
+    """Points of the average lie at their ratios, and are drawn a few points beside them, bars with them."""
+    (comparison,) = compare(all_runs())
+    average, task, *_ = draw_score_against_ratio(comparison).axes
+    _, kvzip, snapkv = average.get_lines()
+    exact, half = average.transData.transform((0.3, 50.0)), 1.5 * average.figure.dpi / 72
+    for drawn, shift in zip((kvzip, snapkv, *average.collections), (-half, half) * 2, strict=True):
+        place = drawn.get_transform().transform((0.3, 50.0))
+        assert list(place) == pytest.approx([exact[0] + shift, exact[1]])
+    assert all(line.get_transform() == task.transData for line in task.get_lines()[1:])
+    # Many ratios leave less room: a line's points stay nearer to their own ratio than to the next.
+    runs = [made_up(name, ratio / 50) for name in ("snapkv", "kvzip", "h2o", "random") for ratio in range(1, 50)]
+    lines = run_report._lines(compare(runs)[0])
+    places = list(run_report._dodges(lines, 300.0).values())
+    assert places == sorted(places) and places[-1] == -places[0] and 0 < places[-1] < 300 / 50 / 2
+
+
 def test_nothing_to_report_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "no runs were found" in capsys.readouterr().err
