@@ -10,6 +10,7 @@ heads) and repeat it for the batch. What a step costs depends on how many pairs 
 
 Columns: pairs kept of all; bytes of the cache; tokens a second over the batch, from the median step of --steps; where
 memory ends (GPU only): the largest batch with which --steps go through, found from below, and its tokens a second.
+Rows are written as they come; the same command with the same --out goes on.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from transformers import Cache, DynamicCache
 
 from nearfar import cli
 from nearfar.evaluation.comparison import aligned_table, format_bytes
+from nearfar.evaluation.kept_rows import KeptRows
 from nearfar.evaluation.machine import machine_report, synchronize
-from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.cache_random import RandomCache
 from nearfar.modeling.cache_registry import cache_kept_pairs, cache_nbytes
 from nearfar.modeling.compat import cache_argument
@@ -135,6 +136,11 @@ def _collect(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def _place(row: dict[str, Any]) -> tuple[int, int, bool, int]:
+    """What rows are sorted by."""
+    return row["tokens"], list(SYSTEMS).index(row["system"]), "largest" in row, row["batch"]
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
     return [
         f"{row['tokens']:,}",
@@ -158,7 +164,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, help="begin no further row after so long")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for pruned_decode.json")
+    parser.add_argument("--out", type=Path, help="folder for pruned_decode.json, which the next run adds to")
     cli.add_machine_arguments(parser)
     args = parser.parse_args(argv)
     args.systems = args.systems.split(",")
@@ -187,33 +193,35 @@ def run(args: argparse.Namespace) -> None:
     model = make_model(shape, 0, max(lengths) + args.steps + WARM_UP_STEPS, device, dtype)
     machine = machine_report(device)
     print(f"{json.dumps(machine)}\n", flush=True)
-    rows: list[dict[str, Any]] = []
+    settings = {"shape": shape, "dtype": str(dtype), "retention_ratio": args.retention_ratio}
+    settings |= {"steps": args.steps, "seed": args.seed}
+    path = None if args.out is None else args.out / "pruned_decode.json"
+    kept = KeptRows(path, settings, machine, order=_place)
 
     def add(row: dict[str, Any]) -> None:
-        rows.append(row)
+        kept.add(row)
         print("  ".join(_cells(row)), flush=True)
-        if args.out is not None:
-            record = {"shape": shape, "dtype": str(dtype), "retention_ratio": args.retention_ratio}
-            record |= {"steps": args.steps, "seed": args.seed, "machine": machine, "rows": rows}
-            text = json.dumps(record, indent=2) + "\n"
-            write_beside(args.out / "pruned_decode.json", lambda file: file.write_text(text, encoding="utf-8"))
 
     def over() -> bool:
         return args.seconds is not None and time.perf_counter() - begin >= args.seconds
 
     for tokens in lengths:
         for system in args.systems:
-            one = None
             for batch in batches:
+                key = {"tokens": tokens, "system": system, "batch": batch, "largest": None}
+                if kept.has(**key):
+                    continue
                 if over():
                     break
                 row = measure(system, model, tokens, batch, args)
                 if row is None:
                     print(f"{tokens:,} tokens, {SYSTEMS[system]}, batch {batch}: does not fit", file=sys.stderr)
                     break
-                one = one or {**row, "bytes": row["bytes"] / batch}
                 add(row)
-            if one is not None and device.type == "cuda" and not args.no_largest and not over():
+            there = [row for row in kept.rows if row["tokens"] == tokens and row["system"] == system]
+            wanted = device.type == "cuda" and not args.no_largest and not any("largest" in row for row in there)
+            if there and wanted and not over():
+                one = {**there[0], "bytes": there[0]["bytes"] / there[0]["batch"]}
                 add(largest(system, model, tokens, args, one))
     kind = str(dtype).removeprefix("torch.")
     kernels = "; torch SDPA without cuDNN" if device.type == "cuda" else ""
@@ -221,7 +229,7 @@ def run(args: argparse.Namespace) -> None:
         f"\nHeld equal: {shape} shape, random weights, {kind}; retention ratio {args.retention_ratio:g}; "
         f"{args.steps} steps{kernels}\n"
     )
-    print(aligned_table(HEADER, [_cells(row) for row in rows]))
+    print(aligned_table(HEADER, [_cells(row) for row in kept.rows]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

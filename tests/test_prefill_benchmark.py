@@ -109,5 +109,14 @@ def test_decoding_after_pruning(tmp_path, capsys, monkeypatch):
         for batch in (1, 3):
             assert found[name, batch]["kept"] == pytest.approx(0.3, abs=0.01)
         assert found[name, 3]["bytes"] < 0.6 * found["full", 3]["bytes"]
-    assert "Held equal" in capsys.readouterr().out
+    table = capsys.readouterr().out.split("Held equal")[1]
+    # What is there is not measured again, and other settings are refused.
+    measure, measured = decode.measure, []
+    monkeypatch.setattr(decode, "measure", lambda *key: measured.append(key[:4]) or measure(*key))
+    assert decode.main(arguments) == 0
+    assert not measured and capsys.readouterr().out.split("Held equal")[1] == table
+    assert decode.main([*arguments, "--batches", "1,2", "--systems", "full"]) == 0
+    assert [(system, batch) for system, _, _, batch in measured] == [("full", 2)]
+    assert decode.main([*arguments, "--retention-ratio", "0.5"]) == 2
+    assert "measured with retention_ratio = 0.3, now it is 0.5" in capsys.readouterr().err
     assert decode.main([*arguments, "--lengths", "10"]) == 2
