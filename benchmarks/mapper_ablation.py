@@ -41,14 +41,8 @@ from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.modeling_axial_mapper import HybridAxialMapper
 from nearfar.training.mapper_losses import MapperLoss
 from nearfar.training.mapper_pairs import MapperPairs
-from nearfar.training.mapper_training import (
-    MODEL_NAME,
-    MapperTrainer,
-    MapperTraining,
-    context_mass_reconstruction,
-    last_checkpoint,
-    new_mapper,
-)
+from nearfar.training.mapper_report import context_mass_reconstruction
+from nearfar.training.mapper_training import MODEL_NAME, MapperTrainer, MapperTraining, last_checkpoint, new_mapper
 
 WHOLE = "whole"
 LOSSES = ("binary", "mse", "fine", "boundary", "cosine")

@@ -204,13 +204,8 @@ def _check_arguments(args: argparse.Namespace) -> tuple[Path | None, Path]:
 
 def _compute(args: argparse.Namespace, folder: Path, device: Any) -> None:
     """The pairs that are missing."""
-    from nearfar.training.mapper_pairs import (
-        NEEDLES,
-        PAPER_MIXTURE,
-        PairSettings,
-        compute_pairs,
-        mixture_contexts,
-    )
+    from nearfar.training.mapper_contexts import NEEDLES, PAPER_MIXTURE, mixture_contexts
+    from nearfar.training.mapper_pairs import PairSettings, compute_pairs
     from nearfar.training.synthetic_contexts import SYNTHETIC
 
     sources = args.sources or list(PAPER_MIXTURE)
@@ -246,6 +241,7 @@ def _train(args: argparse.Namespace, out: Path, pairs: MapperPairs, options: Any
     from nearfar.modeling.atomic_file import write_beside
     from nearfar.modeling.modeling_axial_mapper import HybridAxialMapper
     from nearfar.training import mapper_training
+    from nearfar.training.mapper_report import context_mass_reconstruction
 
     bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and not cpu)
     options = dataclasses.replace(options, bf16=bf16)
@@ -293,7 +289,7 @@ def _train(args: argparse.Namespace, out: Path, pairs: MapperPairs, options: Any
     kept = out / mapper_training.MODEL_NAME
     best = HybridAxialMapper.from_pretrained(kept, dtype="float32").to(trainer.device).eval()
     held_out = trainer.validation_contexts[:16]
-    whole = mapper_training.context_mass_reconstruction(best, pairs, held_out, options.mass_ratios)
+    whole = context_mass_reconstruction(best, pairs, held_out, options.mass_ratios)
     run["result"] = {**result, "whole_contexts": whole}
     record()
     first, last = result["untrained"], result["last"]

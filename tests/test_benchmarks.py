@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from test_mapper_training import add_states, write_pairs
+from tiny_pairs import add_states, write_pairs
 from tiny_texts import english, save_tiny_checkpoint, save_tiny_proxy
 
 from nearfar import cli

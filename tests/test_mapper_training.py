@@ -12,90 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_pairs import SMALL, add_states, write_pairs
 from tiny_texts import english, save_tiny_checkpoint
 from transformers import AutoModel
 
 from nearfar import HybridAxialMapper, cli
 from nearfar.training import mapper_training
+from nearfar.training.mapper_batches import ResidentPairs
 from nearfar.training.mapper_losses import MapperLoss
 from nearfar.training.mapper_pairs import MapperPairs
-from nearfar.training.mapper_training import (
-    ALL_LAYERS,
-    LOG_NAME,
-    PLOT_NAME,
-    MapperTrainer,
-    MapperTraining,
-    Plateau,
-    ResidentPairs,
-    context_mass_reconstruction,
-    last_checkpoint,
-    new_mapper,
-    read_crops,
-    read_log,
-)
+from nearfar.training.mapper_report import LOG_NAME, PLOT_NAME, context_mass_reconstruction, read_log
+from nearfar.training.mapper_training import MapperTrainer, MapperTraining, Plateau, last_checkpoint, new_mapper
 
 ROOT = Path(__file__).parent.parent
-FIELDS = {
-    "proxy_num_layers": 2, "proxy_num_heads": 4, "target_num_layers": 4, "target_num_heads": 2,
-    "target_layers": [0, 1, 2, 3], "proxy_model_type": "llama", "target_model_type": "llama",
-    "proxy_fingerprint": [], "target_fingerprint": [], "proxy_name": None, "target_name": "large",
-}  # fmt: skip
-SMALL = {
-    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8, "dropout": 0.1,
-    "window_tokens": 32, "window_stride": 16,
-}  # fmt: skip
 LOSS = MapperLoss(samples=64)
-
-
-def write_pairs(folder: Path, lengths: list[int], seed: int = 0) -> MapperPairs:
-    """Pairs whose scores follow from the features of the paired proxy layer and its neighbours in time.
-
-    Target head h of a layer is a peaky function of proxy heads h and h + 2 at the token and the one before.
-    """
-    rng = np.random.default_rng(seed)
-    records, xs, ys, start = [], [], [], 0
-    for number, tokens in enumerate(lengths):
-        x = rng.exponential(1.0, (2, 4, tokens)).astype(np.float32)
-        y = np.empty((4, 2, tokens), np.float32)
-        for layer in range(4):
-            source = x[layer // 2]
-            for head in range(2):
-                signal = source[head] - 0.7 * source[head + 2] + 0.8 * np.pad(source[head], (1, 0))[:-1]
-                y[layer, head] = 1 / (1 + np.exp(-4 * (signal - 2.5)))
-        y[:, :, :3] = 1.0  # the prefix
-        records.append(
-            {
-                "name": f"c{number}",
-                "digest": f"{seed}-{number:03d}",
-                "tokens": tokens,
-                "prefix_tokens": 3,
-                "start": start,
-            }
-        )
-        xs.append(x)
-        ys.append(y)
-        start += tokens
-    folder.mkdir(parents=True, exist_ok=True)
-    np.save(folder / "shard-0-00000.features.npy", np.concatenate(xs, -1))
-    np.save(folder / "shard-0-00000.scores.npy", np.concatenate(ys, -1))
-    shard = {"name": "shard-0-00000", "tokens": start, "contexts": records}
-    settings = {"chunk_tokens": 2000, "storage": "float32"}
-    index = {"format": 1, "mapper": FIELDS, "settings": settings, "shards": [shard]}
-    (folder / "index-0.json").write_text(json.dumps(index))
-    return MapperPairs(folder)
-
-
-def add_states(folder: Path) -> MapperPairs:
-    """The pairs of `write_pairs` with states of 3 numbers, which mean nothing."""
-    (path,) = folder.glob("index-*.json")
-    index = json.loads(path.read_text())
-    index["settings"]["proxy_states"], index["mapper"]["proxy_state_size"] = "values", 3
-    path.write_text(json.dumps(index))
-    (file,) = folder.glob("*.features.npy")
-    x = np.load(file)
-    noise = np.random.default_rng(1).normal(size=(2, 3, x.shape[-1])).astype(x.dtype)
-    np.save(file, np.concatenate([x, noise], 1))
-    return MapperPairs(folder)
 
 
 @pytest.fixture(scope="module")
@@ -301,21 +231,6 @@ def test_an_epoch_shows_every_layer_as_often_as_windows(pairs: MapperPairs, tmp_
     assert len(starts) > 20, "crops start anywhere"
 
 
-def test_batches_are_padded_and_masked(pairs: MapperPairs) -> None:
-    names = [context.tokens for context in pairs.contexts]
-    short, long = names.index(20), names.index(70)
-    loss, config = MapperLoss(scope="context"), new_mapper(pairs, **SMALL).config
-    batch = read_crops(pairs, [(short, 3, 0, 20), (long, 1, 1, 32), (long, 1, 30, 32)], config, loss)
-    assert batch.features.shape == (3, 4, 32) and batch.target.shape == (3, 2, 32)
-    assert batch.mask is not None and batch.mask.sum(1).tolist() == [20, 32, 32]
-    assert batch.valid.sum(1).tolist() == [17, 30, 32] and not batch.valid[0, :3].any()
-    assert np.array_equal(batch.features[0, :, :20], pairs.features(short)[1])
-    assert np.array_equal(batch.target[1], pairs.scores(long)[1, :, 1:33])
-    assert np.array_equal(batch.thresholds[1], pairs.thresholds(long, loss.threshold_ratios))
-    assert batch.layers.tolist() == [3, 1, 1]
-    assert read_crops(pairs, [(long, 0, 4, 32)], config, loss).mask is None
-
-
 def test_states_are_read_by_mappers_that_want_them(pairs: MapperPairs, tmp_path: Path) -> None:
     """Pairs that hold states serve mappers with and without; without them the run is that of pairs without states."""
     shutil.copytree(pairs.folder, tmp_path / "pairs")
@@ -345,29 +260,6 @@ def test_states_are_read_by_mappers_that_want_them(pairs: MapperPairs, tmp_path:
         MapperTrainer(other, pairs, tmp_path / "c", cpu=True)
     assert "(proxy layers, 7 channels, tokens)" in (tmp_path / "reading" / "model" / "README.md").read_text()
     assert "Maps the attention and values of" in (tmp_path / "reading" / "model" / "README.md").read_text()
-
-
-def test_crops_of_all_layers(pairs: MapperPairs) -> None:
-    """Rows of all target layers of a crop, as they would be read one by one; the same from a device."""
-    names = [context.tokens for context in pairs.contexts]
-    short, long = names.index(20), names.index(70)
-    loss, paired = MapperLoss(scope="context"), new_mapper(pairs, **SMALL).config
-    config = new_mapper(pairs, **SMALL, proxy_layers="all", layer_queries=True).config
-    crops = [(short, 0, 20), (long, 1, 32)]
-    for source in (pairs, ResidentPairs(pairs, torch.device("cpu"))):
-        batch = read_crops(source, [(c, ALL_LAYERS, s, n) for c, s, n in crops], config, loss)
-        assert batch.features.shape == (2, 8, 32) and batch.target.shape == (8, 2, 32)
-        assert batch.mask is not None and batch.mask.sum(1).tolist() == [20, 32]
-        for row, (context, start, length) in enumerate(crops):
-            single = read_crops(pairs, [(context, place, start, length) for place in range(4)], paired, loss)
-            rows = slice(4 * row, 4 * row + 4)
-            for name in ("target", "valid", "thresholds"):
-                mine = getattr(batch, name)[rows]
-                assert torch.equal(mine[..., :length] if name != "thresholds" else mine, getattr(single, name)), name
-            x = batch.features[row].view(2, 4, 32)[..., :length]
-            assert torch.equal(x[[0, 1]], single.features[[0, 2]])
-    bytes_held = sum(context.tokens for context in pairs.contexts) * (2 * 4 + 4 * 2) * 4
-    assert ResidentPairs.nbytes(pairs) == bytes_held
 
 
 @pytest.mark.slow

@@ -33,27 +33,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nearfar.configuration.configuration_axial_mapper import HybridAxialMapperConfig
-from nearfar.evaluation.card_data import Metric, card_data
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.modeling_axial_mapper import HybridAxialMapper, window_starts
+from nearfar.training.mapper_batches import ALL_LAYERS, Crop, MapperBatch, ResidentPairs, read_crops
 from nearfar.training.mapper_losses import MapperLoss, mass_reconstruction
 from nearfar.training.mapper_pairs import MapperPairs
+from nearfar.training.mapper_report import LOG_NAME, PLOT_NAME, model_card, plot_mapper_training, read_log
 
-__all__ = [
-    "LOG_NAME",
-    "MODEL_NAME",
-    "PLOT_NAME",
-    "MapperTrainer",
-    "MapperTraining",
-    "Plateau",
-    "context_mass_reconstruction",
-    "last_checkpoint",
-    "new_mapper",
-    "plot_mapper_training",
-    "read_log",
-]
+__all__ = ["MODEL_NAME", "MapperTrainer", "MapperTraining", "Plateau", "last_checkpoint", "new_mapper"]
 
-LOG_NAME, PLOT_NAME, MODEL_NAME = "training.jsonl", "training.png", "model"
+MODEL_NAME = "model"
 _STATE_NAME = "training_state.pt"
 # Options that may differ where a run goes on.
 _FREE = ("epochs", "steps", "seconds", "save_every", "log_every")
@@ -195,125 +184,6 @@ class Plateau:
         self.waiting += 1
         if self.waiting > self.patience:
             self.scale, self.waiting = self.scale * self.factor, 0
-
-
-# --- what is read ----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class MapperBatch:
-    """Crops of several layer pairs, padded to the longest.
-
-    Where a mapper reads all proxy layers at once, a crop has rows of all target layers: `targets = rows * L_l`,
-    otherwise `targets = rows`.
-
-    Attributes:
-        features: `(rows, input channels, tokens)`, float32.
-        target: `(targets, H_l, tokens)`, float32.
-        mask: `(rows, tokens)`, False at padding; None where there is none.
-        valid: `(targets, tokens)`, False where nothing is learned: padding and what stands before the text.
-        layers: `(rows,)`, the place of each row's target layer among those scored.
-        thresholds: `(targets, ratios)`, see `MapperLoss`.
-    """
-
-    features: Tensor
-    target: Tensor
-    mask: Tensor | None
-    valid: Tensor
-    layers: Tensor
-    thresholds: Tensor
-
-    def to(self, device: torch.device) -> MapperBatch:
-        return MapperBatch(
-            features=self.features.to(device),
-            target=self.target.to(device),
-            mask=None if self.mask is None else self.mask.to(device),
-            valid=self.valid.to(device),
-            layers=self.layers.to(device),
-            thresholds=self.thresholds.to(device),
-        )
-
-
-# Context, place of the target layer (ALL_LAYERS for all of them), first token, tokens.
-Crop = tuple[int, int, int, int]
-ALL_LAYERS = -1
-
-
-class ResidentPairs:
-    """Pairs held whole on a device: nothing is read or sent while a mapper trains.
-
-    Args:
-        pairs: where they come from.
-        device: where they go.
-    """
-
-    def __init__(self, pairs: MapperPairs, device: torch.device) -> None:
-        self.contexts, self.mapper_fields, self.device = pairs.contexts, pairs.mapper_fields, device
-        self._features, self._scores = (
-            [torch.from_numpy(np.array(read(context))).to(device) for context in range(len(pairs))]
-            for read in (pairs.features, pairs.scores)
-        )
-        self._thresholds: dict[tuple[int, tuple[float, ...]], Tensor] = {}
-
-    @staticmethod
-    def nbytes(pairs: MapperPairs) -> int:
-        """What all pairs take."""
-        fields = pairs.mapper_fields
-        numbers = fields["proxy_num_layers"] * pairs.channels
-        numbers += len(fields["target_layers"]) * fields["target_num_heads"]
-        tokens = sum(context.tokens for context in pairs.contexts)
-        return tokens * numbers * np.dtype(pairs.settings["storage"]).itemsize
-
-    def features(self, context: int) -> Tensor:
-        """See `MapperPairs.features`."""
-        return self._features[context]
-
-    def scores(self, context: int) -> Tensor:
-        """See `MapperPairs.scores`."""
-        return self._scores[context]
-
-    def thresholds(self, context: int, ratios: Sequence[float]) -> Tensor:
-        """See `MapperPairs.thresholds`."""
-        key = (context, tuple(ratios))
-        if key not in self._thresholds:
-            prefix = self.contexts[context].prefix_tokens
-            scores = self._scores[context][:, :, prefix:].flatten().float().sort(descending=True).values
-            places = [min(max(int(ratio * len(scores) + 0.5), 1), len(scores)) - 1 for ratio in ratios]
-            self._thresholds[key] = scores[places]
-        return self._thresholds[key]
-
-
-def read_crops(
-    pairs: MapperPairs | ResidentPairs, crops: Sequence[Crop], config: HybridAxialMapperConfig, loss: MapperLoss
-) -> MapperBatch:
-    """The crops of a batch for a mapper, from disk or from where pairs are held."""
-    device = getattr(pairs, "device", torch.device("cpu"))
-    longest, prefixes = max(length for *_, length in crops), [pairs.contexts[crop[0]].prefix_tokens for crop in crops]
-    together, layer_pairs, scored = crops[0][1] == ALL_LAYERS, config.layer_pairs, config.target_num_heads
-    channels = config.layer_channels  # column sums come first, so pairs may also hold values that are not read
-    per_crop = len(layer_pairs) if together else 1
-    features = torch.zeros(len(crops), config.input_channels, longest, device=device)
-    target = torch.zeros(len(crops), per_crop, scored, longest, device=device)
-    thresholds = torch.zeros(len(crops), len(loss.threshold_ratios), device=device)
-    mask, valid = (np.zeros((len(crops), longest), bool) for _ in range(2))
-    for row, (context, place, start, length) in enumerate(crops):
-        tokens = slice(start, start + length)
-        x, y = pairs.features(context)[:, :channels, tokens], pairs.scores(context)[..., tokens]
-        x, y = (x.reshape(-1, length), y) if together else (x[layer_pairs[place]], y[place][None])
-        features[row, :, :length] = torch.as_tensor(x) if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
-        target[row, :, :, :length] = torch.as_tensor(y) if isinstance(y, Tensor) else torch.from_numpy(np.array(y))
-        mask[row, :length] = True
-        valid[row, max(0, prefixes[row] - start) : length] = True
-        if loss.scope == "context":
-            thresholds[row] = torch.as_tensor(pairs.thresholds(context, loss.threshold_ratios))
-    return MapperBatch(
-        features=features,
-        target=target.flatten(0, 1),
-        mask=None if mask.all() else torch.from_numpy(mask),
-        valid=torch.from_numpy(valid).repeat_interleave(per_crop, 0),
-        layers=torch.tensor([place for _, place, _, _ in crops]),
-        thresholds=thresholds.repeat_interleave(per_crop, 0),
-    )
 
 
 class _Objective(nn.Module):
@@ -706,7 +576,7 @@ class MapperTrainer:
                 if self.options.save_dtype == "bfloat16":
                     saved = copy.deepcopy(saved).bfloat16()
                 saved.save_pretrained(beside)
-                card = model_card(self.mapper.config, self.options, line)
+                card = model_card(self.mapper.config, self.options.seed, line)
                 (beside / "README.md").write_text(card, encoding="utf-8")
         self.accelerator.wait_for_everyone()
 
@@ -790,120 +660,3 @@ def last_checkpoint(folder: str | Path) -> Path | None:
 
 def _checkpoints(folder: Path) -> list[Path]:
     return [file.parent for file in folder.glob(f"checkpoint-*/{_STATE_NAME}")]
-
-
-def read_log(folder: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's log: `kind` "step" within an epoch, "epoch" after one (step 0: the untrained mapper)."""
-    path = Path(folder) / LOG_NAME
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def model_card(config: HybridAxialMapperConfig, options: MapperTraining, line: dict[str, Any]) -> str:
-    """README.md of a trained mapper."""
-    mass = ", ".join(f"{value:.4f} at {ratio}" for ratio, value in line["mass_reconstruction"].items())
-    metrics = [
-        Metric("mass_reconstruction", value, "held-out contexts", f"mass reconstruction at {ratio}")
-        for ratio, value in line["mass_reconstruction"].items()
-    ]
-    attention = "attention" if config.proxy_states == "none" else "attention and values"
-    channels = "heads" if config.proxy_states == "none" else f"{config.layer_channels} channels"
-    data = card_data("HybridAxialMapper", ["proxykv", "custom_code"], metrics, pipeline_tag="feature-extraction")
-    return f"""---
-{data.to_yaml()}
----
-
-# HybridAxialMapper
-
-Maps the {attention} of the proxy {config.proxy_name or config.proxy_model_type} ({config.proxy_num_layers} layers,
-{config.proxy_num_heads} query heads) to the importance of key-value pairs of the target
-{config.target_name or config.target_model_type} ({config.target_num_layers} layers, {config.target_num_heads}
-key-value heads), as KVzip would score them.
-
-- trained {line["step"]:,} steps, seed {options.seed}; validation loss {line["validation_loss"]:.4f}
-- mass reconstruction on held-out contexts: {mass}
-
-```python
-from transformers import AutoModel
-
-mapper = AutoModel.from_pretrained("this folder", trust_remote_code=True)
-scores = mapper.predict(features)  # (proxy layers, {channels}, tokens) -> (target layers, key-value heads, tokens)
-```
-"""
-
-
-# --- what came of it -------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def context_mass_reconstruction(
-    mapper: HybridAxialMapper,
-    pairs: MapperPairs,
-    contexts: Sequence[int],
-    ratios: Sequence[float] = (0.1, 0.3),
-    *,
-    scope: Literal["context", "head"] = "context",
-) -> dict[str, dict[str, float]]:
-    """Mass reconstruction as it is in use: whole contexts, one top-K over all layers and heads, the prefix left out.
-
-    Args:
-        mapper: in evaluation mode.
-        contexts: indices into `pairs.contexts`.
-        scope: "head" takes a top-K of each layer and head by itself, and the mean over them.
-
-    Returns:
-        For each ratio the "share" of the oracle's mass, and relative to the oracle's own top-K, means over contexts.
-    """
-    found: dict[str, dict[str, list[float]]] = {f"{ratio:g}": {"share": [], "relative": []} for ratio in ratios}
-    device = mapper.device
-    for context in contexts:
-        prefix = pairs.contexts[context].prefix_tokens
-        x = pairs.features(context)[:, : mapper.config.layer_channels]
-        features = torch.from_numpy(np.array(x, np.float32)).to(device)
-        target = torch.from_numpy(np.array(pairs.scores(context), np.float32)).to(device)
-        scores = mapper.predict(features, return_logits=True)
-        rows = 1 if scope == "context" else scores.shape[0] * scores.shape[1]
-        scores, target = (tensor[:, :, prefix:].reshape(rows, -1) for tensor in (scores, target))
-        for ratio in ratios:
-            for name, relative in (("share", False), ("relative", True)):
-                mass = mass_reconstruction(scores, target, ratio, relative=relative)
-                found[f"{ratio:g}"][name].append(float(mass.mean()))
-    return {ratio: {name: sum(v) / max(1, len(v)) for name, v in both.items()} for ratio, both in found.items()}
-
-
-def plot_mapper_training(path: str | Path, lines: Sequence[dict[str, Any]]) -> Path:
-    """Loss and mass reconstruction along training as a PNG, like the paper's Figure 24; written beside, then renamed.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        ValueError: no epoch in the log.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing the training takes matplotlib: pip install 'nearfar[train]'") from error
-
-    epochs = [line for line in lines if line["kind"] == "epoch"]
-    if not epochs:
-        raise ValueError("nothing to draw: the log has no epoch")
-    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    left = figure.subplots()
-    right = left.twinx()
-    trained = [line for line in lines if line["kind"] == "step"]
-    steps = [line["step"] for line in epochs]
-    if trained:
-        left.plot([line["step"] for line in trained], [line["loss"] for line in trained], "C3-", alpha=0.35,
-                  label="training loss")  # fmt: skip
-    left.plot(steps, [line["validation_loss"] for line in epochs], "C3o-", markersize=3, label="validation loss")
-    for number, ratio in enumerate(epochs[0]["mass_reconstruction"]):
-        values = [line["mass_reconstruction"][ratio] for line in epochs]
-        right.plot(steps, values, f"C{(0, 2, 4, 5)[number % 4]}s-", markersize=3, label=f"mass, {ratio} kept")
-    left.set_xlabel("step")
-    left.set_ylabel("loss")
-    right.set_ylabel("mass reconstruction")
-    right.set_ylim(0, 1)
-    left.grid(alpha=0.3)
-    handles = [*left.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
-    return write_beside(path, lambda file: figure.savefig(file, dpi=150, format="png"))
