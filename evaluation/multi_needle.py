@@ -603,7 +603,7 @@ def draw_heat_map(results: NeedleResults, title: str = "") -> Figure:
         [f"{short_length(result.length)}\n{100 * result.accuracy:.1f}" for result in measured],
     )
     axis.set_yticks(range(DEPTH_INTERVALS), [depth_label(row) for row in range(DEPTH_INTERVALS)])
-    axis.set_xlabel("document length in tokens; below, accuracy over all depths in %")
+    axis.set_xlabel("document length in tokens;\nbelow, accuracy over all depths in %")
     axis.set_ylabel("depth of the needle")
     figure.colorbar(image, ax=axis, label="accuracy")
     if title:
