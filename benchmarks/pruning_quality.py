@@ -38,46 +38,36 @@ scores (header left out) stands in the pairs that a policy keeps, as a share of 
 from __future__ import annotations
 
 import argparse
-import collections
-import contextlib
-import importlib
-import json
 import math
-import os
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from nearfar import cli
-from nearfar.evaluation.comparison import aligned_table, prefill
-from nearfar.evaluation.file_lock import held_lock
-from nearfar.evaluation.machine import machine_report, synchronize
-from nearfar.evaluation.needles import NeedleContext, ask_needle, needle_trials
-from nearfar.evaluation.perplexity import continuation_perplexity
+from nearfar.evaluation.comparison import FULL
+from nearfar.evaluation.kvpress_peers import list_peers
+from nearfar.evaluation.machine import machine_report
+from nearfar.evaluation.measurement_file import Records
+from nearfar.evaluation.needles import NeedleContext, needle_trials
+from nearfar.evaluation.pruned_reading import Reading
+from nearfar.evaluation.pruning_tables import beside_kvzip, kind_of, machine_lines, shown_rows, summarize
+from nearfar.evaluation.pruning_trials import Trial, Variant, measure, measurement_key, wanted_keys
 from nearfar.evaluation.texts import Text, load_texts
-from nearfar.modeling.cache_kvzip import KVzipCache
-from nearfar.modeling.cache_proxykv import ProxyKVCache
-from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, make_cache
-from nearfar.modeling.kvzip_scores import Reconstruction, RepeatPrompt, reconstruction_scores
-from nearfar.modeling.pending_scores import PendingScores
-from nearfar.modeling.prunable_models import text_config
-from nearfar.modeling.pruned_cache import PrunedCache, TokenStates
-from nearfar.modeling.received_attention import NO_COLUMN
+from nearfar.modeling.cache_registry import CACHES, make_cache
+from nearfar.modeling.kvzip_scores import RepeatPrompt
+from nearfar.modeling.pruned_cache import PrunedCache
 
 # Packaged essays that are long enough, less those that the packaged prototypes were fitted on.
 HELD_OUT = cli.HELD_OUT_ESSAYS
 
 # The proactive cache's heads and allocations. SnapKV takes part with equal and with shared budgets, any other policy
 # as it is registered.
-FULL = "full"
 MAIN_PROACTIVE = (("linear", "global"), ("prototypes", "global"))
 PROACTIVE = (
     ("linear", "global"),
@@ -90,29 +80,6 @@ PROACTIVE = (
     ("prototypes", "head"),
     ("prototypes", "uniform"),
 )
-
-
-# kvpress's policies that need no second pass over the context.
-PEERS = ("StreamingLLM", "SnapKV", "ExpectedAttention", "Knorm")
-
-
-@dataclass
-class Variant:
-    """One row of the table: a policy with its options."""
-
-    label: str
-    policy: str
-    make: Callable[..., Cache]
-
-
-@dataclass
-class Trial:
-    """One context and the sizes at which it is compressed (`budget` or `retention_ratio`)."""
-
-    kind: str
-    index: int
-    context: NeedleContext
-    sizes: list[dict[str, Any]] = field(default_factory=list)
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------
@@ -196,407 +163,6 @@ def make_trials(tokenizer: Any, texts: Sequence[Text], args: argparse.Namespace)
     return trials
 
 
-class Reading:
-    """One context, read with a full cache, and how pruned caches come to hold it.
-
-    Attributes:
-        full: the full cache.
-        prefill_seconds: how long that took.
-    """
-
-    def __init__(self, model: Any, context: NeedleContext, prompt: RepeatPrompt) -> None:
-        self.model, self.context, self.prompt = model, context, prompt
-        self.full = DynamicCache(config=text_config(model))
-        self.prefill_seconds, _ = prefill(model, self.full, context.context_ids)
-        self._repeated: tuple[Reconstruction, float] | None = None
-        self._scored: dict[int, tuple[PendingScores, float]] = {}
-
-    def fill(self, cache: PrunedCache) -> tuple[float, float]:
-        """Compress the context into `cache`, which is empty.
-
-        Returns:
-            Seconds of scoring, and of all that came to the full cache's prefill.
-        """
-        if isinstance(cache, KVzipCache):
-            repeated, scoring = self._repeat()
-            return scoring, scoring + self._timed(lambda: cache.ingest_scored(repeated))
-        if isinstance(cache, ProxyKVCache):
-            pending, scoring = self._read_by_proxy(cache)
-            cache.expect(pending)
-            return scoring, scoring + self._timed(lambda: cache.ingest(self.full))
-        with timed_scores(cache, self.model.device) as scores:
-            if cache.watches_queries:
-                seconds, _ = prefill(self.model, cache, self.context.context_ids)
-                eviction = max(seconds - self.prefill_seconds, sum(scores))
-            else:
-                eviction = self._timed(lambda: cache.ingest(self.full))
-        return sum(scores), eviction
-
-    def _repeat(self) -> tuple[Reconstruction, float]:
-        """KVzip's scores, which no budget changes, and the seconds that they took beside the prefill."""
-        if self._repeated is None:
-            ids, prefix = self.context.context_ids, len(self.context.prefix_ids)
-            start = time.perf_counter()
-            found = reconstruction_scores(self.model, ids, self.prompt, prefix_length=prefix)
-            synchronize(self.model.device)
-            self._repeated = found, time.perf_counter() - start - self.prefill_seconds
-        return self._repeated
-
-    def _read_by_proxy(self, cache: ProxyKVCache) -> tuple[PendingScores, float]:
-        """The proxy's scores, which no budget changes, and the seconds that they took."""
-        key = id(cache.scorer)
-        if key not in self._scored:
-            ids = torch.tensor([list(self.context.context_ids)], device=self.model.device)
-            start = time.perf_counter()
-            cache.score_prompt(ids)
-            synchronize(self.model.device)
-            assert cache.scores is not None
-            self._scored[key] = cache.scores, time.perf_counter() - start
-        return self._scored[key]
-
-    def kvzip_mass(self, cache: PrunedCache) -> float:
-        """Share of KVzip's scores, the header's left out, that stands in the pairs that a cache keeps."""
-        repeated, _ = self._repeat()
-        prefix, kept, total = len(self.context.prefix_ids), 0.0, 0.0
-        for layer in cache.ragged_layers:
-            scores = repeated.scores[layer.layer_idx][0].clone()  # (heads, n)
-            scores[:, :prefix] = 0
-            with layer.awake():
-                _, _, columns = layer.store.rectangle()
-            held = columns[0] != NO_COLUMN
-            found = scores.gather(1, columns[0].masked_fill(~held, 0).to(scores.device).long())
-            kept += float((found * held.to(scores.device)).sum())
-            total += float(scores.sum())
-        return kept / total
-
-    def _timed(self, work: Callable[[], Any]) -> float:
-        synchronize(self.model.device)
-        start = time.perf_counter()
-        work()
-        synchronize(self.model.device)
-        return time.perf_counter() - start
-
-
-def measure(
-    model: Any, prompt: RepeatPrompt, variants: Sequence[Variant], trial: Trial, done: set[tuple[Any, ...]]
-) -> Iterator[dict[str, Any]]:
-    """Measurements of one trial that are not in `done`, one dictionary each."""
-    with_mass = trial.kind == "needle" and any(variant.policy == "kvzip" for variant in variants)
-    everything = [(None, {}), *((variant, size) for size in trial.sizes for variant in variants)]
-    keys = wanted_keys(trial, [variant.label for variant in variants])
-    wanted = [pair for pair, key in zip(everything, keys, strict=True) if key not in done]
-    if not wanted:
-        return
-    reading = Reading(model, trial.context, prompt)
-    for variant, size in wanted:
-        record = _describe(trial, None if variant is None else variant.label, size)
-        cache: Cache = reading.full
-        if variant is None:
-            record["prefill_seconds"] = reading.prefill_seconds
-        else:
-            cache = variant.make(**size)
-            assert isinstance(cache, PrunedCache)
-            scoring, eviction = reading.fill(cache)
-            record |= {
-                "eviction_share": eviction / reading.prefill_seconds,
-                "scoring_share": scoring / reading.prefill_seconds,
-            }
-            if with_mass:
-                record["kvzip_mass"] = reading.kvzip_mass(cache)
-        record["kept_pairs"] = cache_kept_pairs(cache)
-        if trial.context.needles:
-            answer = ask_needle(model, cache, trial.context.needles[0])
-            record |= {"hit": answer.hit, "log_probability": answer.log_probability}
-        if trial.context.continuation_ids:
-            record["nats"] = continuation_perplexity(model, cache, trial.context.continuation_ids).nats
-        yield record
-
-
-def wanted_keys(trial: Trial, labels: Sequence[str]) -> list[tuple[Any, ...]]:
-    """Of all measurements of a trial: the full cache, then at each size those with these labels."""
-    places: list[tuple[str | None, dict[str, Any]]] = [(None, {})]
-    places += [(label, size) for size in trial.sizes for label in labels]
-    return [_key(_describe(trial, *place)) for place in places]
-
-
-def _describe(trial: Trial, label: str | None, size: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kind": trial.kind,
-        "trial": trial.index,
-        "variant": label or FULL,
-        "size": next(iter(size.values()), None),
-    }
-
-
-def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-    return record["kind"], record["trial"], record["variant"], record["size"]
-
-
-@contextlib.contextmanager
-def timed_scores(cache: PrunedCache, device: torch.device) -> Iterator[list[float]]:
-    """Seconds of each call of the policy's `score`."""
-    seconds: list[float] = []
-    score = cache.score
-
-    def timed(states: TokenStates) -> torch.Tensor:
-        synchronize(device)
-        start = time.perf_counter()
-        scores = score(states)
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-        return scores
-
-    cache.score = timed  # type: ignore[method-assign]
-    try:
-        yield seconds
-    finally:
-        del cache.score
-
-
-# --- peers -----------------------------------------------------------------------------------------------------------
-
-
-class PeerCache(PrunedCache):
-    """kvpress's score for each layer, in our cache: the same budget in every head, as kvpress has it."""
-
-    def __init__(self, model: Any, press: Any, inputs: AttentionInputs, **size: Any) -> None:
-        super().__init__(model, allocation="uniform", sink_tokens=0, recent_tokens=1, **size)
-        self.press, self.inputs = press, inputs
-
-    def score(self, states: TokenStates) -> torch.Tensor:
-        module, hidden, kwargs = self.inputs.seen[states.layer_idx]
-        if states.keys.shape[2] != hidden.shape[1]:  # tokens after the prefill, about to be forgotten by a restore
-            return states.positions[:, None].expand(states.keys.shape[:3]).float()
-        # A press may score by how much it is to remove (StreamingLLM's does).
-        kept = self.retention_ratio if self.budget is None else self.budget / hidden.shape[1]
-        self.press.compression_ratio = 1 - (kept or 0.0)
-        scores: torch.Tensor = self.press.score(module, hidden, states.keys, states.values, None, kwargs)
-        return scores
-
-
-class AttentionInputs:
-    """What each attention layer was given in the last prefill: presses look at hidden states."""
-
-    def __init__(self, model: Any) -> None:
-        self.seen: dict[int, tuple[Any, torch.Tensor, dict[str, Any]]] = {}
-        for layer in model.model.layers:
-            # Presses look for the rotary embedding on the attention module.
-            layer.self_attn.rotary_emb = model.model.rotary_emb
-            layer.self_attn.register_forward_hook(self._remember, with_kwargs=True)
-
-    def _remember(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        hidden = kwargs["hidden_states"]
-        if hidden.shape[1] > 512:  # a prefill, not a question or a piece of a continuation
-            self.seen[module.layer_idx] = (module, hidden, {"position_embeddings": kwargs["position_embeddings"]})
-
-
-def list_peers(model: Any) -> list[Variant]:
-    """Some of kvpress's policies; none, with a line that says so, if kvpress cannot be imported."""
-    try:
-        kvpress = importlib.import_module("kvpress")
-        presses = [getattr(kvpress, f"{name}Press") for name in PEERS]
-    except (ImportError, AttributeError) as error:
-        print(f"no peers: kvpress cannot be used here ({error})", file=sys.stderr)
-        return []
-    inputs = AttentionInputs(model)
-
-    def variant(press: Any) -> Variant:
-        def make(**size: Any) -> Cache:
-            return PeerCache(model, press(), inputs, **size)
-
-        return Variant(f"kvpress {press.__name__.removesuffix('Press')}", "peer", make)
-
-    return [variant(press) for press in presses]
-
-
-# --- records and table -----------------------------------------------------------------------------------------------
-
-
-class Records:
-    """Measurements, kept in memory and, if there is a folder, appended to a file as they come.
-
-    Several processes may append to one file: a line is written at once, under a lock. The first line has the settings
-    and the machine that began it, each other one a measurement and the machine that it was made on, which older files
-    do not tell. What two processes measured alike counts once.
-
-    Args:
-        folder: None keeps them in memory only.
-        settings: what all measurements have in common; None takes what the file says.
-        machine: that measures; goes into each row that is added.
-
-    Attributes:
-        rows: the measurements.
-        settings: of the file.
-        begun_on: the machine that began the file.
-    """
-
-    def __init__(
-        self, folder: Path | None, settings: dict[str, Any] | None, machine: dict[str, Any] | None = None
-    ) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.machine = self.begun_on = machine
-        self.settings = settings or {}
-        self.file: Path | None = None
-        self._keys: set[tuple[Any, ...]] = set()
-        self._read = 0  # bytes of the file
-        if folder is None:
-            return
-        self.file = folder / "measurements.jsonl"
-        header = self._header()
-        if header is None:
-            if settings is None:
-                raise cli.UserError(f"{self.file}: nothing has been measured there")
-            folder.mkdir(parents=True, exist_ok=True)
-            with held_lock(folder / ".beginning.lock"):
-                header = self._header()  # another process may have been first
-                if header is None:
-                    header = {"settings": settings, "machine": machine}
-                    self._append(header)
-        before = header["settings"]
-        self.begun_on = header.get("machine")
-        # Runs before there were --budgets had the essays' one budget there, which a measurement's key has.
-        before = {**before, "essay": before["essay"][:2]}
-        changed = [name for name in settings or {} if before.get(name) != self.settings[name]]
-        if changed:
-            raise cli.UserError(
-                f"{self.file} was measured with another {', '.join(changed)}; give another --out, or the same "
-                f"arguments as before ({', '.join(f'{name}={before.get(name)}' for name in changed)})"
-            )
-        self.settings = before
-        self.refresh()
-
-    def refresh(self) -> set[tuple[Any, ...]]:
-        """Take in what other processes have added; returns the keys of all that is there."""
-        for row in self._new_rows():
-            if "settings" not in row:
-                self._keep(row)
-        return self._keys
-
-    def _header(self) -> dict[str, Any] | None:
-        """The file's first whole line, once there is one."""
-        found = next(iter(self._new_rows()), None)
-        self._read = 0
-        return found
-
-    def add(self, row: dict[str, Any]) -> None:
-        if self.machine:
-            row = {**row, "machine": self.machine}
-        if self._keep(row) and self.file is not None:
-            self._append(row)
-
-    def _keep(self, row: dict[str, Any]) -> bool:
-        new = _key(row) not in self._keys
-        if new:
-            self._keys.add(_key(row))
-            self.rows.append(row)
-        return new
-
-    def _new_rows(self) -> list[dict[str, Any]]:
-        """Whole lines that were not read before, but for halves that a process which was killed has left."""
-        if self.file is None or not self.file.exists():
-            return []
-        with self.file.open("rb") as file:
-            file.seek(self._read)
-            whole = file.read().rpartition(b"\n")
-        self._read += sum(len(part) for part in whole[:2])
-        rows = []
-        for line in whole[0].decode().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                rows.append(json.loads(line))
-        return rows
-
-    def _append(self, row: dict[str, Any]) -> None:
-        assert self.file is not None
-        with held_lock(self.file.with_name(".measurements.lock")), self.file.open("ab+") as file:
-            # After a process that was killed in the middle of a line.
-            torn = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
-            file.write((b"\n" if torn else b"") + json.dumps(row).encode() + b"\n")
-
-
-def summarize(
-    rows: Sequence[dict[str, Any]], labels: Sequence[str], sizes: Sequence[float], budgets: Sequence[int]
-) -> str:
-    """The table.
-
-    Args:
-        sizes: ratios or budgets of the needle contexts.
-        budgets: of the essays.
-    """
-    header = ["policy"]
-    for size in sizes:
-        header += [f"hits {size:g}", "log-prob", "ppl"]
-    header += ["essays"] if len(budgets) == 1 else [f"essays {budget}" for budget in budgets]
-    header += ["scoring %", "eviction %"]
-    body = []
-    for label in labels:
-        own = [row for row in rows if row["variant"] == label]
-        needles, essays = ([row for row in own if row["kind"] == kind] for kind in ("needle", "essay"))
-        cells = [label]
-        for size in sizes:
-            at = [row for row in needles if row["size"] in (size, None)]
-            cells += [_hits(at), _mean(at, "log_probability"), _perplexity(at)]
-        cells += [_perplexity([row for row in essays if row["size"] in (budget, None)]) for budget in budgets]
-        shown = [row for row in needles if row["size"] in (*sizes, None)]
-        cells += [_percent(shown, "scoring_share"), _percent(shown, "eviction_share")]
-        body.append(cells)
-    return aligned_table(header, body)
-
-
-def beside_kvzip(rows: Sequence[dict[str, Any]], labels: Sequence[str], sizes: Sequence[float]) -> str | None:
-    """The second table, or None without KVzip: hits and kept mass of KVzip's scores, in % of KVzip's own."""
-    kvzip = CACHES["kvzip"].label
-    needles = [row for row in rows if row["kind"] == "needle"]
-    if kvzip not in labels or not needles:
-        return None
-
-    def at(label: str, size: float) -> list[dict[str, Any]]:
-        return [row for row in needles if row["variant"] == label and row["size"] in (size, None)]
-
-    header = ["policy"]
-    for size in sizes:
-        header += [f"hits {size:g}, %", "mass, %"]
-    header += ["all hits, %", "mean mass, %"]
-    body = []
-    for label in labels:
-        cells, found, masses = [label], [0, 0], []
-        for size in sizes:
-            mine, theirs = at(label, size), at(kvzip, size)
-            # Of a run that is not finished, the trials that both have.
-            both = {row["trial"] for row in mine} & {row["trial"] for row in theirs}
-            mine, theirs = ([row for row in of if row["trial"] in both] for of in (mine, theirs))
-            hits, most = (sum(row["hit"] for row in of) for of in (mine, theirs))
-            found = [found[0] + hits, found[1] + most]
-            cells.append(f"{100 * hits / most:.1f}" if most else "-")
-            # What was measured without KVzip beside it has no mass.
-            known = {row["trial"] for row in mine if "kvzip_mass" in row}
-            mass, best = ([row["kvzip_mass"] for row in of if row["trial"] in known] for of in (mine, theirs))
-            if mass and best:
-                masses.append(statistics.fmean(mass) / statistics.fmean(best))
-            cells.append(f"{100 * masses[-1]:.1f}" if mass and best else "-")
-        cells.append(f"{100 * found[0] / found[1]:.1f}" if found[1] else "-")
-        cells.append(f"{100 * statistics.fmean(masses):.1f}" if masses else "-")
-        body.append(cells)
-    return aligned_table(header, body)
-
-
-def _hits(rows: Sequence[dict[str, Any]]) -> str:
-    return f"{sum(row['hit'] for row in rows)}/{len(rows)}" if rows else "-"
-
-
-def _mean(rows: Sequence[dict[str, Any]], name: str) -> str:
-    return f"{statistics.fmean(row[name] for row in rows):.2f}" if rows else "-"
-
-
-def _perplexity(rows: Sequence[dict[str, Any]]) -> str:
-    values = [row["nats"] for row in rows if "nats" in row]
-    return f"{math.exp(min(statistics.fmean(values), 700)):.2f}" if values else "-"
-
-
-def _percent(rows: Sequence[dict[str, Any]], name: str) -> str:
-    values = [row[name] for row in rows if name in row]
-    return f"{100 * statistics.median(values):.2f}" if values else "-"
-
-
 # --- command line ----------------------------------------------------------------------------------------------------
 
 
@@ -677,7 +243,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     if args.table:
-        print_everything(Records(args.out, None))
+        print_everything(open_records(args.out, None))
         return
     texts = load_texts(args.essays) if args.essays else held_out_essays()
     device = cli.find_device(args)
@@ -699,7 +265,7 @@ def run(args: argparse.Namespace) -> None:
         "essay": [args.essay_context, args.essay_continuation],
     }
     cli.set_threads(args, device)
-    records = Records(args.out, settings, machine_report(device))
+    records = open_records(args.out, settings, machine_report(device))
     index, count = args.shard or (0, 1)
     mine = trials[index::count]
     heads = MAIN_PROACTIVE if args.main_heads else PROACTIVE
@@ -715,6 +281,19 @@ def run(args: argparse.Namespace) -> None:
         print(f"\n{len(trials) - left} of {len(trials)} trials so far: the same command goes on")
     sizes, budgets = ([next(iter(size.values())) for size in of] for of in (args.needle_sizes, args.essay_sizes))
     print_results(records, [FULL, *labels], sizes, budgets)
+
+
+def open_records(
+    folder: Path | None, settings: dict[str, Any] | None, machine: dict[str, Any] | None = None
+) -> Records:
+    """The measurements of a folder; `settings` and `machine` as those of `Records`."""
+
+    def upgrade(before: dict[str, Any]) -> dict[str, Any]:
+        # Runs before there were --budgets had the essays' one budget there, which a measurement's key has.
+        return {**before, "essay": before["essay"][:2]}
+
+    path = None if folder is None else folder / "measurements.jsonl"
+    return Records(path, settings, machine, key=measurement_key, upgrade=upgrade)
 
 
 def left_over(trials: Sequence[Trial], labels: Sequence[str], records: Records) -> int:
@@ -740,7 +319,10 @@ def measure_trials(
     smallest = min(args.needle_sizes + args.essay_sizes, key=lambda size: size.get("budget", math.inf))
     variants = usable(list_variants(model, args.policies, args.prototypes, heads, given), smallest)
     if args.peers:
-        variants += list_peers(model)
+        try:
+            variants += list_peers(model)
+        except ImportError as error:
+            print(f"no peers: kvpress cannot be used here ({error})", file=sys.stderr)
     labels = [variant.label for variant in variants]
     if not left_over(trials, labels, records):
         return labels
@@ -784,33 +366,6 @@ def print_results(records: Records, labels: Sequence[str], sizes: Sequence[float
     print(summarize(records.rows, labels, sizes, budgets))
     if beside := beside_kvzip(records.rows, labels, sizes):
         print(f"\nBeside KVzip:\n\n{beside}")
-
-
-def shown_rows(
-    rows: Sequence[dict[str, Any]], labels: Sequence[str], sizes: Sequence[float], budgets: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Those that the tables are made of; arguments as `summarize`'s."""
-    known = {"needle": (*sizes, None), "essay": (*budgets, None)}
-    return [row for row in rows if row["variant"] in labels and row["size"] in known[row["kind"]]]
-
-
-def machine_lines(rows: Sequence[dict[str, Any]], dtype: str, begun_on: dict[str, Any] | None) -> list[str]:
-    """What the rows were measured on, one line for each machine.
-
-    Args:
-        dtype: of the model, the same for a file.
-        begun_on: the machine that the file names at its beginning: all that is known of rows without one.
-    """
-    counts = collections.Counter(json.dumps(row.get("machine")) for row in rows)
-    unknown = f"a machine that was not noted; the file was begun on {json.dumps(begun_on)}"
-    return [
-        f"{count:,} measurement{'s' if count > 1 else ''} in {dtype} on {unknown if machine == 'null' else machine}"
-        for machine, count in counts.items()
-    ]
-
-
-def kind_of(sizes: Sequence[float]) -> str:
-    return "ratios" if all(size < 1 for size in sizes) else "budgets"
 
 
 def print_everything(records: Records) -> None:

@@ -14,8 +14,10 @@ import pytest
 from tiny_pairs import add_states, write_pairs
 from tiny_texts import english, save_tiny_checkpoint, save_tiny_proxy
 
-from nearfar import cli
+from nearfar.evaluation.pruned_reading import Reading
+from nearfar.evaluation.pruning_tables import beside_kvzip, machine_lines, shown_rows
 from nearfar.modeling.cache_proxykv import ProxyKVCache
+from nearfar.modeling.cache_registry import CACHES
 
 
 def _script(name: str) -> ModuleType:
@@ -82,7 +84,7 @@ def test_pruning_quality_beside_kvzip(
 
     monkeypatch.setattr(ProxyKVCache, "score_prompt", counted)
     masses: dict[str, list[float]] = {}
-    mass = pruning_quality.Reading.kvzip_mass
+    mass = Reading.kvzip_mass
 
     def by_hand(self: Any, cache: Any) -> float:
         repeated, _ = self._repeat()
@@ -97,7 +99,7 @@ def test_pruning_quality_beside_kvzip(
         masses.setdefault(type(cache).__name__, []).append(found)
         return found
 
-    monkeypatch.setattr(pruning_quality.Reading, "kvzip_mass", by_hand)
+    monkeypatch.setattr(Reading, "kvzip_mass", by_hand)
     more = ["--policies", "streaming_llm,kvzip,iam,proxykv", "--trials", "1", "--essay-trials", "1"]
     more += ["--proxy", str(proxy), "--mapper", str(mapper)]
     assert _quality(tiny, tmp_path / "out", *more) == 0
@@ -230,7 +232,7 @@ def test_records_of_several_processes(tmp_path: Path) -> None:
     settings = {"seed": 0, "essay": [1, 2]}
 
     def write(number: int) -> int:
-        records = pruning_quality.Records(tmp_path, settings)
+        records = pruning_quality.open_records(tmp_path, settings)
         for trial in range(50):
             row = {"kind": "needle", "trial": trial, "variant": f"v{number % 3}", "size": 0.5, "text": "x" * 500}
             records.add(row)
@@ -240,10 +242,11 @@ def test_records_of_several_processes(tmp_path: Path) -> None:
         assert max(pool.map(write, range(6))) == 150
     with (tmp_path / "measurements.jsonl").open("a") as file:
         file.write('{"kind": "nee')  # a process was killed
-    pruning_quality.Records(tmp_path, settings).add({"kind": "essay", "trial": 0, "variant": "full", "size": None})
-    assert len(pruning_quality.Records(tmp_path, settings).rows) == 151
-    with pytest.raises(cli.UserError, match="another seed"):
-        pruning_quality.Records(tmp_path, {**settings, "seed": 1})
+    row = {"kind": "essay", "trial": 0, "variant": "full", "size": None}
+    pruning_quality.open_records(tmp_path, settings).add(row)
+    assert len(pruning_quality.open_records(tmp_path, settings).rows) == 151
+    with pytest.raises(ValueError, match="another seed"):
+        pruning_quality.open_records(tmp_path, {**settings, "seed": 1})
 
 
 def test_tables_say_which_machines_their_rows_are_of(
@@ -271,9 +274,7 @@ def test_tables_say_which_machines_their_rows_are_of(
         assert '1 measurement in float32 on {"cpu": "one"' in shown
         assert '1 measurement in float32 on {"cpu": "two"' in shown
     # Of what is not shown nothing is said.
-    assert (
-        pruning_quality.machine_lines(pruning_quality.shown_rows([second], ["other"], [], []), "float32", None) == []
-    )
+    assert machine_lines(shown_rows([second], ["other"], [], []), "float32", None) == []
 
 
 def test_records_after_a_beginning_that_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,16 +285,16 @@ def test_records_after_a_beginning_that_was_cut_off(tmp_path: Path, capsys: pyte
         assert pruning_quality.main(["--out", str(tmp_path), "--table"]) == 2
         assert "nothing has been measured" in capsys.readouterr().err and file.read_text() == left
         for _ in range(2):
-            assert pruning_quality.Records(tmp_path, settings).settings == settings
+            assert pruning_quality.open_records(tmp_path, settings).settings == settings
         assert file.read_text().count("settings") == 1 + bool(left)
 
 
 def test_kvzip_s_mass_is_compared_on_the_same_trials() -> None:
     """Of the two trials one was measured without KVzip beside it."""
-    kvzip, row = pruning_quality.CACHES["kvzip"].label, {"kind": "needle", "size": 0.5, "hit": True}
+    kvzip, row = CACHES["kvzip"].label, {"kind": "needle", "size": 0.5, "hit": True}
     rows = [{**row, "trial": trial, "variant": kvzip, "kvzip_mass": mass} for trial, mass in enumerate((0.2, 0.8))]
     rows += [{**row, "trial": 0, "variant": "other", "kvzip_mass": 0.1}, {**row, "trial": 1, "variant": "other"}]
-    table = pruning_quality.beside_kvzip(rows, [kvzip, "other"], [0.5])
+    table = beside_kvzip(rows, [kvzip, "other"], [0.5])
     assert table is not None and table.splitlines()[-1].split() == ["other", "100.0", "50.0", "100.0", "50.0"]
 
 
