@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from nearfar.evaluation.comparison import aligned_table
+from nearfar.evaluation.comparison import aligned_table, number_or_dash
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.training.perplexity_log import read_perplexity_log
 
@@ -269,9 +269,6 @@ def join(runs: Sequence[Run], names: Sequence[str], baseline: str, samples: int)
 def tables(joined: dict[str, Any]) -> str:
     """The table of variants, the order, and the pairs."""
 
-    def number(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
-
     seeds, baseline = joined["seeds"], joined["baseline"]
     header = ["variant", "parameters", "perplexity", "sd", f"% of {baseline}", "± 95 %", "each seed", "blocks 95 %"]
     rows = []
@@ -279,10 +276,11 @@ def tables(joined: dict[str, Any]) -> str:
         share, blocks = row["percent"], row["percent"]["blocks"]
         rows.append([
             row["variant"], f"{row['parameters']:,}", f"{row['perplexity']['mean']:.3f}",
-            number(row["perplexity"]["deviation"], ".3f"), f"{share['mean']:.2f}", number(share["half_width"], ".2f"),
+            number_or_dash(row["perplexity"]["deviation"], ".3f"), f"{share['mean']:.2f}",
+            number_or_dash(share["half_width"], ".2f"),
             " ".join(f"{value:.2f}" for value in share["seeds"]),
             "–" if blocks is None else f"{blocks[0]:.2f}–{blocks[1]:.2f}",
-            number(row["tokens_per_second"], ",.0f"),
+            number_or_dash(row["tokens_per_second"], ",.0f"),
         ])  # fmt: skip
     noise = joined["noise"]
     count = f"seeds {', '.join(map(str, seeds))}"
@@ -307,7 +305,7 @@ def tables(joined: dict[str, Any]) -> str:
                         pair["lower"],
                         pair["higher"],
                         f"{pair['percent']:.2f}",
-                        number(pair["half_width"], ".2f"),
+                        number_or_dash(pair["half_width"], ".2f"),
                         f"{pair['seeds_agree']} of {len(seeds)}",
                         verdicts[pair["shown"]],
                     ]

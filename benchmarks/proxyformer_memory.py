@@ -41,7 +41,7 @@ import torch
 from tqdm import tqdm
 
 from nearfar import ProxyFormerConfig, ProxyFormerForCausalLM, cli
-from nearfar.evaluation.comparison import aligned_table
+from nearfar.evaluation.comparison import aligned_table, number_or_dash
 from nearfar.evaluation.machine import machine_report, synchronize
 from nearfar.modeling.atomic_file import write_beside
 
@@ -359,10 +359,6 @@ def fill_in(args: argparse.Namespace, device: torch.device) -> None:
     args.low = None if dtype == torch.float32 or args.bf16_weights else dtype
 
 
-def number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
 def held_equal(args: argparse.Namespace) -> str:
     if args.bf16_weights:
         kind = "bfloat16 weights"
@@ -394,7 +390,7 @@ def run(args: argparse.Namespace) -> None:
         else:
             history = args.long_history if row.length == "long" else args.short_history
             rows.append(measure(row, history, args.steps, args, device))
-        speed = number(rows[-1]["steps_per_second"], ".2f")
+        speed = number_or_dash(rows[-1]["steps_per_second"], ".2f")
         tqdm.write(f"{name}: {rows[-1]['error'] or f'{speed} it/s'}", file=sys.stderr)
     clean(device, args.compile)
 
@@ -410,8 +406,9 @@ def run(args: argparse.Namespace) -> None:
         kept = f"{one['kept']}, one graph" if ROWS[one["row"]].captured else one["kept"]
         body.append([
             one["row"], one["system"], kept, f"{one['history']:,}", f"{one['generated']:,}",
-            one["error"] or number(one["peak_gb"], ".2f"), number(one["steps_per_second"], ".2f"),
-            number(one["tokens_per_second"], ",.0f"), number(paper[0], ".1f"), number(paper[1], ".2f"),
+            one["error"] or number_or_dash(one["peak_gb"], ".2f"), number_or_dash(one["steps_per_second"], ".2f"),
+            number_or_dash(one["tokens_per_second"], ",.0f"), number_or_dash(paper[0], ".1f"),
+            number_or_dash(paper[1], ".2f"),
         ])  # fmt: skip
     print(aligned_table([*header, "paper, GB", "paper, it/s"], body))
     for one in rows:

@@ -362,8 +362,13 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} GB"
 
 
-def aligned_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Plain-text columns: the first to the left, the others to the right."""
+def number_or_dash(value: float | None, form: str) -> str:
+    """A number in a format such as ".2f"; a dash where there is none."""
+    return "–" if value is None else format(value, form)
+
+
+def aligned_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, rule: bool = True) -> str:
+    """Plain-text columns: the first to the left, the others to the right; `rule` is a line under the header."""
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
 
@@ -374,7 +379,8 @@ def aligned_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         ]
         return "  ".join(cells).rstrip()
 
-    return "\n".join([join(lines[0]), "  ".join("-" * width for width in widths), *map(join, lines[1:])])
+    under = ["  ".join("-" * width for width in widths)] if rule else []
+    return "\n".join([join(lines[0]), *under, *map(join, lines[1:])])
 
 
 def format_table(results: Sequence[CacheResult]) -> str:

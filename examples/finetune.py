@@ -42,14 +42,15 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 import nearfar  # noqa: F401  (the Auto classes learn its models)
 from nearfar.conversion.packaged_model import cache_root
 from nearfar.evaluation.machine import machine_report
+from nearfar.training.loss_bar import show_loss_bar
 from nearfar.training.perplexity_log import LOG_NAME, PerplexityLog, read_perplexity_log
 from nearfar.training.run_folder import check_run, last_checkpoint, write_json, write_run
-from nearfar.training.token_blocks import TokenBlocks, load_token_blocks
+from nearfar.training.token_blocks import TokenBlocks
+from nearfar.training.training_blocks import blocks_at_once, even_shares, load_training_blocks
 
 # What must be equal for a run to be gone on with.
 SETTINGS = (
@@ -116,47 +117,25 @@ def load_model(options: argparse.Namespace) -> Any:
 
 def load_data(options: argparse.Namespace, tokenizer: Any) -> tuple[TokenBlocks, dict[str, TokenBlocks]]:
     """Blocks to train on, a whole number of batches, and blocks to evaluate on by the name of their text."""
-    common = {
-        "tokenizer": tokenizer, "block_tokens": options.block_tokens, "text_field": options.text_field,
-        "cache_dir": options.cache_dir or cache_root() / "tokens",
-    }  # fmt: skip
-    sources = options.dataset or [Path(path) for path in options.text]
-    train = load_token_blocks(sources, **common, split=options.split, max_tokens=options.max_tokens)
-    evaluation = {
-        name: load_token_blocks([Path(path)], **common)
-        for name, path in (text.split("=", 1) for text in options.eval_text)
-    }
-    if options.eval_split:
-        evaluation[options.eval_split] = load_token_blocks(options.dataset, **common, split=options.eval_split)
-    if not evaluation:
-        held_out = max(1, len(train) // 100)
-        if held_out == len(train):
-            raise ValueError("the text is a single block, which leaves none to evaluate on: give more, or --eval-text")
-        evaluation["held_out"] = train.part(len(train) - held_out, len(train))
-        train = train.part(0, len(train) - held_out)
-    if len(train) < options.batch_size:
-        raise ValueError(f"{train} to train on are fewer than one batch of {options.batch_size}")
-    # With whole batches every step of every epoch reads the same number of tokens.
-    train = train.part(0, len(train) // options.batch_size * options.batch_size)
-    counts = {name: min(len(blocks), options.eval_blocks) for name, blocks in evaluation.items()}
-    # Several processes share an evaluation set evenly, or the Trainer would count some of its blocks twice.
-    options.eval_batch_size = max(1, min(options.per_device_batch_size, min(counts.values()) // options.processes))
-    share = options.eval_batch_size * options.processes
-    for name, count in counts.items():
-        even = count // share * share if options.processes > 1 and count >= share else count
-        evaluation[name] = evaluation[name].part(0, even)
-    return train, evaluation
+    train, evaluation = load_training_blocks(
+        options.dataset or [Path(path) for path in options.text],
+        tokenizer,
+        options.block_tokens,
+        batch_size=options.batch_size,
+        split=options.split,
+        text_field=options.text_field,
+        max_tokens=options.max_tokens,
+        evaluation_texts=dict(text.split("=", 1) for text in options.eval_text),
+        evaluation_split=options.eval_split,
+        cache_dir=options.cache_dir or cache_root() / "tokens",
+    )
+    # As many at once as all processes have of the smallest text.
+    smallest = min(options.eval_blocks, *map(len, evaluation.values()))
+    options.eval_batch_size = max(1, min(options.per_device_batch_size, smallest // options.processes))
+    return train, even_shares(evaluation, options.eval_blocks, options.eval_batch_size, options.processes)
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
-
-
-class Progress(ProgressCallback):
-    """The Trainer's progress bar with the loss in it, and nothing printed in between."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
 
 
 def is_last(checkpoint: Path) -> bool:
@@ -272,9 +251,7 @@ def run(options: argparse.Namespace, tokenizer: Any, train: TokenBlocks, evaluat
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
         )
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(Progress())
+    show_loss_bar(trainer)
     trainer.ended = checkpoint is not None and is_last(checkpoint)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if trainer.ended:
@@ -393,16 +370,9 @@ def resolve(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     if options.epochs <= 0:
         raise ValueError(f"--epochs must be above 0, got {options.epochs}")
-    if options.batch_size % options.processes:
-        raise ValueError(f"--batch-size {options.batch_size} cannot be shared by {options.processes} processes")
-    share = options.batch_size // options.processes
-    if options.per_device_batch_size is None:
-        options.per_device_batch_size = max(size for size in range(1, 9) if share % size == 0)
-    if options.per_device_batch_size < 1 or share % options.per_device_batch_size:
-        raise ValueError(
-            f"--per-device-batch-size {options.per_device_batch_size} does not divide the {share} blocks that each of "
-            f"{options.processes} processes has of a batch of {options.batch_size}"
-        )
+    options.per_device_batch_size = blocks_at_once(
+        options.batch_size, options.processes, options.per_device_batch_size
+    )
     if options.learning_rate is None:
         options.learning_rate = 2e-4 if options.lora else 2e-5
     options.tokenizer = options.tokenizer or options.model

@@ -34,11 +34,10 @@ import argparse
 import copy
 import gc
 import importlib.util
-import json
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,25 +45,20 @@ from typing import Any
 import torch
 import transformers
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoTokenizer, Trainer, TrainerState, TrainingArguments, set_seed
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from nearfar import DARConfig, DARForCausalLM
 from nearfar.conversion.dar_model_card import trained_model_card
 from nearfar.conversion.packaged_model import cache_root
 from nearfar.evaluation.machine import machine_name, machine_report
-from nearfar.evaluation.text_pieces import gather_pieces, read_text_pieces
 from nearfar.modeling.atomic_file import write_beside
-from nearfar.training.digit_tokenizer import LEAST_VOCABULARY, train_digit_tokenizer
-from nearfar.training.perplexity_log import (
-    PerplexityLog,
-    plot_relative_perplexity,
-    read_perplexity_log,
-    relative_perplexity,
-    tokens_per_second,
-)
+from nearfar.training.comparison_report import compared_with, comparison_figure, comparison_table
+from nearfar.training.corpus_tokenizer import train_corpus_tokenizer
+from nearfar.training.digit_tokenizer import LEAST_VOCABULARY
+from nearfar.training.loss_bar import show_loss_bar
+from nearfar.training.main_process import in_main_process
+from nearfar.training.perplexity_log import PerplexityLog, read_perplexity_log, tokens_per_second
 from nearfar.training.run_folder import (
     check_run,
     checkpoint_step,
@@ -74,7 +68,8 @@ from nearfar.training.run_folder import (
     write_json,
     write_run,
 )
-from nearfar.training.token_blocks import TokenBlocks, load_token_blocks, text_files, text_fragments
+from nearfar.training.token_blocks import TokenBlocks
+from nearfar.training.training_blocks import blocks_at_once, even_shares, load_training_blocks
 
 # Pythia's shapes and learning rates: hidden size, layers, heads, rate.
 SIZES = {
@@ -92,8 +87,6 @@ SETTINGS = (
     "eval_text", "block_tokens", "batch_size", "steps", "learning_rate", "weight_decay", "seed", "bf16", "eval_every",
     "eval_blocks", "vocabulary", "tie_embeddings", "save_dtype",
 )  # fmt: skip
-# What --vocabulary's tokenizer is trained on, spread over files, or over the first so many times as much of a dataset.
-TOKENIZER_CHARACTERS, DATASET_SPREAD = 20_000_000, 10
 
 
 # --- variants --------------------------------------------------------------------------------------------------------
@@ -223,121 +216,38 @@ def make_model(options: argparse.Namespace, config: DARConfig) -> DARForCausalLM
     return model
 
 
-def spread_pieces(pieces: Iterable[str], characters: int) -> list[str]:
-    """Every n-th piece, with the smallest power of two for which they have no more than so many characters in all.
-
-    A text that begins with one author or one subject would give a tokenizer for that.
-    """
-    kept: list[str] = []
-    size, stride = 0, 1
-    for index, piece in enumerate(pieces):
-        if index % stride:
-            continue
-        kept.append(piece)
-        size += len(piece)
-        while size > characters and len(kept) > 1:
-            kept, stride = kept[::2], 2 * stride
-            size = sum(map(len, kept))
-    return kept
-
-
 def train_tokenizer(options: argparse.Namespace) -> None:
-    """Write the tokenizer of --vocabulary into the output folder, unless it is there.
-
-    Raises:
-        ValueError: the one that is there is of another text or size.
-    """
-    folder, record = Path(options.tokenizer), Path(options.tokenizer, "trained_on.json")
-    wanted = {
-        "vocabulary": options.vocabulary,
-        "text": options.text or options.dataset,
-        "split": options.split if options.dataset else None,
-        "text_field": options.text_field,
-        "bytes": {str(file): file.stat().st_size for file in text_files(options.text)} if options.text else None,
-    }
-    if record.is_file():
-        found = json.loads(record.read_text(encoding="utf-8"))
-        # Older records have the first two only.
-        differing = [name for name in wanted if name in found and found[name] != wanted[name]]
-        if differing:
-            raise ValueError(
-                f"{folder} was trained with another --vocabulary or text ({', '.join(differing)}): choose another "
-                "--output"
-            )
-        return
-    if options.dataset:
-        most = TOKENIZER_CHARACTERS * DATASET_SPREAD
-        read = read_text_pieces(options.dataset, most, split=options.split, column=options.text_field)
-    else:
-        read = gather_pieces(text_fragments([Path(path) for path in options.text], text_field=options.text_field))
-    pieces = spread_pieces(read, TOKENIZER_CHARACTERS)
-    train_digit_tokenizer(pieces, options.vocabulary, sentences=()).save_pretrained(folder)
-    write_json(record, wanted)
-
-
-def prepare_tokenizer(options: argparse.Namespace, state: PartialState) -> None:
-    """`train_tokenizer` in one process, and its error in all."""
-    problem = [""]
-    if options.vocabulary is not None and state.is_main_process:
-        try:
-            train_tokenizer(options)
-        except (ValueError, OSError, ImportError) as error:
-            problem = [str(error)]
-    broadcast_object_list(problem)
-    if problem[0]:
-        raise ValueError(problem[0])
+    """The tokenizer of --vocabulary, in the output folder."""
+    train_corpus_tokenizer(
+        options.tokenizer,
+        options.vocabulary,
+        text=options.text,
+        dataset=options.dataset,
+        split=options.split,
+        text_field=options.text_field,
+    )
 
 
 def load_data(options: argparse.Namespace, tokenizer: Any) -> tuple[TokenBlocks, dict[str, TokenBlocks]]:
     """Training blocks, a whole number of batches, and the evaluation sets by name."""
-    cache_dir = options.cache_dir or cache_root() / "tokens"
-    common = {"tokenizer": tokenizer, "block_tokens": options.block_tokens, "text_field": options.text_field}
     max_tokens = options.max_tokens
     if options.dataset and max_tokens is None:  # a dataset may have no end: as much as is read once, and held-out text
         max_tokens = int(1.02 * options.steps * options.batch_size + 2) * options.block_tokens
-    sources = options.dataset or [Path(path) for path in options.text]
-    train = load_token_blocks(sources, **common, split=options.split, max_tokens=max_tokens, cache_dir=cache_dir)
-    evaluation = {
-        name: load_token_blocks([Path(path)], **common, cache_dir=cache_dir)
-        for name, path in (text.split("=", 1) for text in options.eval_text)
-    }
-    if not evaluation:
-        held_out = max(1, len(train) // 100)
-        if held_out == len(train):
-            raise ValueError("the text is a single block, which leaves none to evaluate on: give more, or --eval-text")
-        evaluation["held_out"] = train.part(len(train) - held_out, len(train))
-        train = train.part(0, len(train) - held_out)
-    if len(train) < options.batch_size:
-        raise ValueError(f"{train} to train on are fewer than one batch of {options.batch_size}")
-    # With whole batches every step of every epoch reads the same number of tokens.
-    train = train.part(0, len(train) // options.batch_size * options.batch_size)
-
-    # Several processes share an evaluation set evenly, or the Trainer would count some of its blocks twice.
-    share = options.per_device_batch_size * options.processes
-    for name, blocks in evaluation.items():
-        count = min(len(blocks), options.eval_blocks)
-        evaluation[name] = blocks.part(0, count // share * share if options.processes > 1 and count > share else count)
-    return train, evaluation
+    train, evaluation = load_training_blocks(
+        options.dataset or [Path(path) for path in options.text],
+        tokenizer,
+        options.block_tokens,
+        batch_size=options.batch_size,
+        split=options.split,
+        text_field=options.text_field,
+        max_tokens=max_tokens,
+        evaluation_texts=dict(text.split("=", 1) for text in options.eval_text),
+        cache_dir=options.cache_dir or cache_root() / "tokens",
+    )
+    return train, even_shares(evaluation, options.eval_blocks, options.per_device_batch_size, options.processes)
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
-
-
-class Progress(ProgressCallback):
-    """The Trainer's progress bar with the loss in it, and nothing printed in between."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
-        if self.training_bar is not None:
-            self.training_bar.set_description(self.name)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
 
 
 def fit(
@@ -392,9 +302,7 @@ def fit(
     arguments._n_gpu = min(arguments.n_gpu, 1)
     log = PerplexityLog(options.batch_size * options.block_tokens)
     trainer = Trainer(model, arguments, train_dataset=train, eval_dataset=evaluation, callbacks=[log])
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(Progress(folder.name))
+    show_loss_bar(trainer, folder.name)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return model, trainer.state.log_history
 
@@ -511,13 +419,9 @@ def summarise(options: argparse.Namespace, variants: Sequence[Variant]) -> str:
         run = read_run(file.parent)
         if file.parent.name not in names and run and run["result"] and same_settings(run, options.settings):
             names.append(file.parent.name)
-    results = {name: (read_run(options.output / name) or {})["result"] for name in names}
-    baseline = "vanilla" if "vanilla" in results else names[0]
+    baseline = "vanilla" if "vanilla" in names else names[0]
+    results = compared_with(baseline, {name: (read_run(options.output / name) or {})["result"] for name in names})
     sets = list(results[baseline]["perplexity"])
-    for result in results.values():
-        result.pop("row_losses", None)  # hundreds of numbers; they stay in run.json
-        result["percent_of_baseline"] = relative_perplexity(result, results[baseline])
-
     summary = {
         "settings": options.settings,
         "processes": options.processes,
@@ -529,32 +433,21 @@ def summarise(options: argparse.Namespace, variants: Sequence[Variant]) -> str:
     if options.keep_weights:
         for name in names:
             write_card(options, name, results, summary["machine"])
-    notes = []
-    try:
-        runs = {name: options.output / name for name in names}
-        tokens = options.steps * options.batch_size * options.block_tokens
-        title = f"{options.shape}, {tokens:,} tokens; {'mean over ' if len(sets) > 1 else ''}{', '.join(sets)}"
-        plot_relative_perplexity(runs, options.output / "perplexity.png", baseline=baseline, title=title)
-    except (ImportError, ValueError) as error:  # no matplotlib, or nothing finite to draw
-        notes.append(f"no figure: {error}")
-
-    def number(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
-
-    rows = [["variant", "parameters", *(f"ppl {name}" for name in sets), f"% of {baseline}", "tokens/s"]]
-    for name, result in results.items():
-        perplexities = [number(result["perplexity"].get(name), ".3f") for name in sets]
-        percent = number(result["percent_of_baseline"], ".2f")
-        speed = number(result["tokens_per_second"], ",.0f")
-        rows.append([name, f"{result['parameters']:,}", *perplexities, percent, speed])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-    return "\n".join([*lines, *notes])
+    tokens = options.steps * options.batch_size * options.block_tokens
+    notes = comparison_figure(
+        {name: options.output / name for name in names},
+        options.output / "perplexity.png",
+        baseline=baseline,
+        title=f"{options.shape}, {tokens:,} tokens; {'mean over ' if len(sets) > 1 else ''}{', '.join(sets)}",
+    )
+    table = comparison_table(
+        results,
+        baseline,
+        [f"ppl {name}" for name in sets],
+        lambda result: [result["perplexity"].get(name) for name in sets],
+        rule=False,
+    )
+    return "\n".join([table, *notes])
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
@@ -687,16 +580,9 @@ def resolve(options: argparse.Namespace) -> None:
     for name in ("layers", "heads", "hidden_size", "steps", "batch_size", "eval_every", "eval_blocks", "save_every"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    if options.batch_size % options.processes:
-        raise ValueError(f"--batch-size {options.batch_size} cannot be shared by {options.processes} processes")
-    share = options.batch_size // options.processes
-    if options.per_device_batch_size is None:
-        options.per_device_batch_size = max(size for size in range(1, 9) if share % size == 0)
-    if options.per_device_batch_size < 1 or share % options.per_device_batch_size:
-        raise ValueError(
-            f"--per-device-batch-size {options.per_device_batch_size} does not divide the {share} blocks that each of "
-            f"{options.processes} processes has of a batch of {options.batch_size}"
-        )
+    options.per_device_batch_size = blocks_at_once(
+        options.batch_size, options.processes, options.per_device_batch_size
+    )
     if options.learning_rate is None:  # that of the smallest Pythia at least as wide
         rates = [rate for hidden, _, _, rate in SIZES.values() if hidden >= options.hidden_size]
         options.learning_rate = SIZES[options.shape][3] if options.shape in SIZES else (rates or [2e-4])[0]
@@ -717,7 +603,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         resolve(options)
         variants = chosen_variants(options)
-        prepare_tokenizer(options, state)
+        if options.vocabulary is not None:
+            in_main_process(lambda: train_tokenizer(options))
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
         configs = [make_config(options, variant, tokenizer) for variant in variants]
         finished = [check_run(options.output / variant.name, options.settings, options.resume) for variant in variants]

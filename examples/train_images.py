@@ -49,7 +49,7 @@ from nearfar.evaluation.machine import machine_report
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.training.flow_matching import TIMES, WEIGHTINGS
 from nearfar.training.image_training import ImageTrainer, ImageTraining, last_checkpoint
-from nearfar.training.run_folder import check_run, write_run
+from nearfar.training.run_folder import check_run, replaced_folder, write_run
 
 LEARNING_RATES = {"muon": 3e-3, "mano": 6e-4, "adamw": 1e-3}
 # What must be equal for a run to be gone on with.
@@ -183,16 +183,12 @@ def model_card(options: argparse.Namespace, model: Any, run: dict[str, Any], cla
 def save(options: argparse.Namespace, trainer: ImageTrainer, dtype: torch.dtype) -> Any:
     """Averaged weights, code, and for latents the autoencoder, beside and then in the folder's place."""
     model = trainer.averaged().to(dtype)
-    folder = options.output / "model"
-    beside = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(beside, ignore_errors=True)
-    if options.stage == "autoencoder":
-        model.save_pretrained(beside)
-    else:
-        autoencoder = trainer.autoencoder
-        FlowMatchingPipeline(model, None if autoencoder is None else autoencoder.to(dtype)).save_pretrained(beside)
-    shutil.rmtree(folder, ignore_errors=True)
-    beside.replace(folder)
+    with replaced_folder(options.output / "model") as beside:
+        if options.stage == "autoencoder":
+            model.save_pretrained(beside)
+        else:
+            autoencoder = trainer.autoencoder
+            FlowMatchingPipeline(model, None if autoencoder is None else autoencoder.to(dtype)).save_pretrained(beside)
     return model
 
 

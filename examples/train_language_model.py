@@ -32,7 +32,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +42,17 @@ from accelerate import PartialState
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoTokenizer, Trainer, TrainerState, TrainingArguments, set_seed
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from nearfar import ProxyFormerConfig, ProxyFormerForCausalLM
 from nearfar.conversion.packaged_model import cache_root
-from nearfar.evaluation.comparison import aligned_table
 from nearfar.evaluation.machine import machine_report
+from nearfar.training.comparison_report import compared_with, comparison_figure, comparison_table
+from nearfar.training.loss_bar import show_loss_bar
 from nearfar.training.matrix_optimizer import make_optimizer
-from nearfar.training.perplexity_log import (
-    PerplexityLog,
-    plot_relative_perplexity,
-    read_perplexity_log,
-    relative_perplexity,
-    tokens_per_second,
-)
+from nearfar.training.perplexity_log import PerplexityLog, read_perplexity_log, tokens_per_second
 from nearfar.training.run_folder import check_run, checkpoint_step, last_checkpoint, read_run, write_json, write_run
-from nearfar.training.token_blocks import TokenBlocks, load_token_blocks
+from nearfar.training.token_blocks import TokenBlocks
+from nearfar.training.training_blocks import blocks_at_once, even_shares, load_training_blocks
 
 # Name -> whether it reads each block alone.
 VARIANTS = {"decoder": True, "no_history": True, "history": False, "decoder_history": False}
@@ -93,35 +88,20 @@ def make_config(options: argparse.Namespace, variant: str, tokenizer: Any) -> Pr
 
 def load_data(options: argparse.Namespace, tokenizer: Any) -> tuple[TokenBlocks, dict[str, TokenBlocks]]:
     """Windows to train on, a whole number of batches, and windows to evaluate on by the name of their text."""
-    window = options.window_tokens
-    common = {
-        "tokenizer": tokenizer, "block_tokens": window, "text_field": options.text_field,
-        "cache_dir": options.cache_dir or cache_root() / "tokens",
-    }  # fmt: skip
-    sources = options.dataset or [Path(path) for path in options.text]
-    train = load_token_blocks(sources, **common, split=options.split, max_tokens=options.max_tokens)
-    evaluation = {
-        name: load_token_blocks([Path(path)], **common)
-        for name, path in (text.split("=", 1) for text in options.eval_text)
-    }
-    if options.eval_split:
-        evaluation[options.eval_split] = load_token_blocks(options.dataset, **common, split=options.eval_split)
-    if not evaluation:
-        held_out = max(1, len(train) // 100)
-        if held_out == len(train):
-            raise ValueError("the text is a single window, which leaves none to evaluate on: give more text")
-        evaluation["held_out"] = train.part(len(train) - held_out, len(train))
-        train = train.part(0, len(train) - held_out)
-    if len(train) < options.batch_size:
-        raise ValueError(f"{train} to train on are fewer than one batch of {options.batch_size}")
-    # With whole batches every step of every epoch reads the same number of tokens.
-    train = train.part(0, len(train) // options.batch_size * options.batch_size)
-    share = options.per_device_batch_size * options.processes
-    for name, blocks in evaluation.items():
-        count = min(len(blocks), options.eval_blocks)
-        # Several processes share an evaluation set evenly, or the Trainer would count some of its windows twice.
-        evaluation[name] = blocks.part(0, count // share * share if options.processes > 1 and count > share else count)
-    return train, evaluation
+    train, evaluation = load_training_blocks(
+        options.dataset or [Path(path) for path in options.text],
+        tokenizer,
+        options.window_tokens,
+        batch_size=options.batch_size,
+        split=options.split,
+        text_field=options.text_field,
+        max_tokens=options.max_tokens,
+        evaluation_texts=dict(text.split("=", 1) for text in options.eval_text),
+        evaluation_split=options.eval_split,
+        cache_dir=options.cache_dir or cache_root() / "tokens",
+        single_block="the text is a single window, which leaves none to evaluate on: give more text",
+    )
+    return train, even_shares(evaluation, options.eval_blocks, options.per_device_batch_size, options.processes)
 
 
 def blocks_of(ids: torch.Tensor, block: int, alone: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,14 +153,6 @@ class BlockTrainer(Trainer):
             logits = model(input_ids=ids, use_cache=False).logits
             loss = token_losses(logits, labels).sum() / (labels[:, 1:] != -100).sum()
         return (loss, {"loss": loss}) if return_outputs else loss
-
-
-class Progress(ProgressCallback):
-    """The Trainer's progress bar with the loss in it, and nothing printed in between."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
 
 
 @torch.no_grad()
@@ -256,9 +228,7 @@ def fit(
         block_tokens=options.block_tokens,
         alone=VARIANTS[variant],
     )
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(Progress())
+    show_loss_bar(trainer)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return model
 
@@ -313,40 +283,31 @@ def summarise(options: argparse.Namespace, evaluation: dict[str, TokenBlocks]) -
         if run and run["result"] and run["settings"] == options.settings:
             results[variant] = run["result"]
     baseline = next(iter(results))
-    for result in results.values():
-        result.pop("row_losses", None)  # hundreds of numbers; they stay in run.json
-        result["percent_of_baseline"] = relative_perplexity(result, results[baseline])
+    results = compared_with(baseline, results)
     block = options.block_tokens
     predicted = {name: len(windows.tokens) // block * (block - 1) for name, windows in evaluation.items()}
     write_json(options.output / "summary.json", {
         "settings": options.settings, "processes": options.processes, "baseline": baseline,
         "machine": machine_report(PartialState().device), "predicted_tokens": predicted, "variants": results,
     })  # fmt: skip
-    notes = []
-    try:
-        title = f"P = {options.compression_ratio}, blocks of {block}, windows of {options.window_tokens}"
-        runs = {name: options.output / name for name in results}
-        plot_relative_perplexity(runs, options.output / "perplexity.png", baseline=baseline, title=title)
-    except (ImportError, ValueError) as error:  # no matplotlib, or nothing finite to draw
-        notes.append(f"no figure: {error}")
+    notes = comparison_figure(
+        {name: options.output / name for name in results},
+        options.output / "perplexity.png",
+        baseline=baseline,
+        title=f"P = {options.compression_ratio}, blocks of {block}, windows of {options.window_tokens}",
+    )
 
-    def number(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
+    def perplexities(result: Mapping[str, Any]) -> list[float | None]:
+        by_block = result["perplexity_by_block"]
+        return [
+            value
+            for name in predicted
+            for value in (result["perplexity"][name], by_block[name][0], by_block[name][-1])
+        ]
 
-    header = ["variant", "parameters"]
-    for name in predicted:
-        header += [f"ppl {name}", "its first block", "its last block"]
-    rows = []
-    for variant, result in results.items():
-        cells = [variant, f"{result['parameters']:,}"]
-        for name in predicted:
-            by_block = result["perplexity_by_block"][name]
-            cells += [number(value, ".3f") for value in (result["perplexity"][name], by_block[0], by_block[-1])]
-        rows.append(
-            [*cells, number(result["percent_of_baseline"], ".2f"), number(result["tokens_per_second"], ",.0f")]
-        )
+    titles = [title for name in predicted for title in (f"ppl {name}", "its first block", "its last block")]
     notes.append("predicted tokens, the same for all: " + ", ".join(f"{n} {c:,}" for n, c in predicted.items()))
-    return "\n".join([aligned_table([*header, f"% of {baseline}", "tokens/s"], rows), *notes])
+    return "\n".join([comparison_table(results, baseline, titles, perplexities), *notes])
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
@@ -438,16 +399,9 @@ def resolve(options: argparse.Namespace) -> None:
             f"--window-tokens must be a multiple of --block-tokens, and that at least 2, got {options.window_tokens} "
             f"and {options.block_tokens}"
         )
-    if options.batch_size % options.processes:
-        raise ValueError(f"--batch-size {options.batch_size} cannot be shared by {options.processes} processes")
-    share = options.batch_size // options.processes
-    if options.per_device_batch_size is None:
-        options.per_device_batch_size = max(size for size in range(1, 9) if share % size == 0)
-    if options.per_device_batch_size < 1 or share % options.per_device_batch_size:
-        raise ValueError(
-            f"--per-device-batch-size {options.per_device_batch_size} does not divide the {share} windows that each "
-            f"of {options.processes} processes has of a batch of {options.batch_size}"
-        )
+    options.per_device_batch_size = blocks_at_once(
+        options.batch_size, options.processes, options.per_device_batch_size, kind="windows"
+    )
     if options.learning_rate is None:
         options.learning_rate = LEARNING_RATES[options.optimizer]
     if not (math.isfinite(options.learning_rate) and options.learning_rate > 0):

@@ -34,7 +34,6 @@ import numpy as np
 import torch
 import transformers
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from transformers import AutoTokenizer, set_seed
 
 from nearfar import ProxyFormerConfig, ProxyFormerForCausalLM, __version__
@@ -51,9 +50,10 @@ from nearfar.evaluation.needle_documents import (
 from nearfar.evaluation.text_pieces import read_text_pieces
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.training.digit_tokenizer import train_digit_tokenizer
+from nearfar.training.main_process import in_main_process
 from nearfar.training.needle_curriculum import NEEDLE_PLANS, NeedlePlan, read_plan
 from nearfar.training.needle_training import NeedleTrainer, NeedleTraining, last_checkpoint
-from nearfar.training.run_folder import check_run, write_json, write_run
+from nearfar.training.run_folder import check_run, replaced_folder, write_json, write_run
 
 HELD_OUT = 0.1
 # What must be equal for a run to be gone on with.
@@ -139,12 +139,9 @@ def make_model(options: argparse.Namespace, tokenizer: Any, templates: NeedleTem
 
 def save_model(folder: Path, model: ProxyFormerForCausalLM, tokenizer: Any) -> None:
     """Weights, code and tokenizer, beside and then in the folder's place."""
-    beside = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(beside, ignore_errors=True)
-    model.save_pretrained(beside)
-    tokenizer.save_pretrained(beside)
-    shutil.rmtree(folder, ignore_errors=True)
-    beside.replace(folder)
+    with replaced_folder(folder) as beside:
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
 
 
 def model_card(options: argparse.Namespace, model: ProxyFormerForCausalLM, run: dict[str, Any]) -> str:
@@ -452,15 +449,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_json(options.write_plan, options.plan_object.to_dict())
             return 0
         finished = check_run(options.output, options.settings, options.resume)
-        problem = [""]
-        if state.is_main_process:
-            try:
-                prepare_data(options)
-            except (ValueError, OSError, ImportError) as error:
-                problem = [" ".join(str(error).split())]
-        broadcast_object_list(problem)
-        if problem[0]:
-            raise ValueError(problem[0])
+        in_main_process(lambda: prepare_data(options))
         if options.prepare_only:
             return 0
         tokenizer, text, held_out = load_data(options)

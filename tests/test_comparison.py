@@ -26,6 +26,7 @@ from nearfar.evaluation.comparison import (
     format_bytes,
     format_table,
     held_equal,
+    number_or_dash,
     plain_words,
     prepare_contexts,
     write_figure,
@@ -200,6 +201,11 @@ def test_the_table_is_aligned_and_complete() -> None:
     assert rows[0].split() == ["Full", "276,480", "135.0", "MB", "26.00", "11", "of", "12", "1.50", "9.9"]
     assert "1234.50" in rows[1] and "3 of 12" in rows[1]
     assert "failed" in rows[2] and failure == "Bad failed: ValueError: no"
+
+
+def test_aligned_table_without_a_rule() -> None:
+    assert aligned_table(["a", "b"], [["x", number_or_dash(2.346, ".2f")], ["y", number_or_dash(None, ".2f")]],
+        rule=False).splitlines() == ["a     b", "x  2.35", "y     –"]  # fmt: skip
 
 
 def test_aligned_table_takes_any_cells() -> None:

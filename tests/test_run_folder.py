@@ -7,8 +7,23 @@ from typing import Any
 import pytest
 
 from nearfar.evaluation.machine import machine_name
-from nearfar.training import run_folder
-from nearfar.training.run_folder import check_run, checkpoint_step, last_checkpoint, read_run, same_settings, write_run
+from nearfar.training import (
+    comparison_report,
+    corpus_tokenizer,
+    loss_bar,
+    main_process,
+    run_folder,
+    training_blocks,
+)
+from nearfar.training.run_folder import (
+    check_run,
+    checkpoint_step,
+    last_checkpoint,
+    read_run,
+    replaced_folder,
+    same_settings,
+    write_run,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,6 +59,21 @@ def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert found == tmp_path / "checkpoint-10" and checkpoint_step(found) == 10
 
 
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "model"
+    with replaced_folder(folder) as beside:
+        (beside / "a").write_text("first")
+        assert not folder.exists()
+
+    with pytest.raises(KeyError), replaced_folder(folder) as beside:
+        (beside / "half").write_text("of the second")
+        raise KeyError
+    assert [file.name for file in folder.iterdir()] == ["a"]
+    with replaced_folder(str(folder)) as beside:
+        (beside / "b").write_text("third")
+    assert [file.name for file in folder.iterdir()] == ["b"] and list(folder.parent.iterdir()) == [folder]
+
+
 def test_names_of_machines() -> None:
     assert machine_name({"device": "NVIDIA H200", "cpu": "x86"}) == "NVIDIA H200"
     assert machine_name({"device": "cpu", "cpu": "x86"}) == "x86" and machine_name({"device": "cpu"}) == "cpu"
@@ -52,5 +82,7 @@ def test_names_of_machines() -> None:
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_no_example_has_a_copy_of_its_own(script: Path) -> None:
-    defined = {node.name for node in ast.parse(script.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)}
-    assert not defined & {*run_folder.__all__, "machine_name"}
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    defined = {node.name for node in ast.parse(script.read_text("utf-8")).body if isinstance(node, kinds)}
+    shared = (run_folder, comparison_report, corpus_tokenizer, loss_bar, main_process, training_blocks)
+    assert not defined & {"machine_name", *(name for module in shared for name in module.__all__)}

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +24,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from nearfar import DARConfig
+from nearfar.training import corpus_tokenizer
+from nearfar.training.corpus_tokenizer import spread_pieces, train_corpus_tokenizer
 from nearfar.training.perplexity_log import (
     PerplexityLog,
     plot_relative_perplexity,
@@ -417,30 +419,27 @@ def test_a_small_checkpoint_with_its_own_tokenizer(
     assert "another --vocabulary or text" in capsys.readouterr().err
 
 
-def test_the_tokenizer_is_trained_on_what_is_trained_on(script: ModuleType, tmp_path: Path) -> None:
+def test_the_tokenizer_is_trained_on_what_is_trained_on(tmp_path: Path) -> None:
     """On the texts in JSON files, not on the files."""
     rows = [json.dumps({"body": english(3, seed=seed), "zzzz": "zzzz"}) for seed in range(30)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    options = SimpleNamespace(
-        tokenizer=tmp_path / "tokenizer", vocabulary=300, text=[str(tmp_path / "rows.jsonl")], dataset=None,
-        split="train", text_field="body",
-    )  # fmt: skip
-    script.train_tokenizer(options)
+    train_corpus_tokenizer(tmp_path / "tokenizer", 300, text=[tmp_path / "rows.jsonl"], text_field="body")
     vocabulary = AutoTokenizer.from_pretrained(tmp_path / "tokenizer").get_vocab()
     assert "zz" not in vocabulary and '":' not in vocabulary and len(vocabulary) == 300
 
 
-def test_the_tokenizer_s_record(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_s_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all that decides what it is trained on; older records tell less, and are taken all the same."""
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "b.txt").write_text(english(30), encoding="utf-8")
     (folder / "a.jsonl").write_text(json.dumps({"body": "Ann."}), encoding="utf-8")
-    options = SimpleNamespace(
-        tokenizer=tmp_path / "tokenizer", vocabulary=280, text=[str(folder)], dataset=None, split="train",
-        text_field="body",
-    )  # fmt: skip
-    script.train_tokenizer(options)
+    options: dict[str, Any] = {"text": [str(folder)], "text_field": "body"}
+
+    def train(folder: str = "tokenizer", **changed: Any) -> None:
+        train_corpus_tokenizer(tmp_path / folder, 280, **{**options, **changed})
+
+    train()
     file = tmp_path / "tokenizer" / "trained_on.json"
     record = json.loads(file.read_text())
     assert record == {
@@ -450,24 +449,25 @@ def test_the_tokenizer_s_record(script: ModuleType, tmp_path: Path, monkeypatch:
         "text_field": "body",
         "bytes": {str(folder / name): (folder / name).stat().st_size for name in ("a.jsonl", "b.txt")},
     }
-    monkeypatch.setattr(script, "train_digit_tokenizer", None)  # it is there
-    script.train_tokenizer(options)
+    monkeypatch.setattr(corpus_tokenizer, "train_digit_tokenizer", None)  # it is there
+    train()
     with pytest.raises(ValueError, match=r"another --vocabulary or text \(text_field\)"):
-        script.train_tokenizer(SimpleNamespace(**{**vars(options), "text_field": "text"}))
+        train(text_field="text")
     (folder / "b.txt").write_text(english(60), encoding="utf-8")
     with pytest.raises(ValueError, match=r"another --vocabulary or text \(bytes\)"):
-        script.train_tokenizer(options)
+        train()
     file.write_text(json.dumps({"vocabulary": 280, "text": [str(folder)]}))
-    script.train_tokenizer(options)
-    dataset = SimpleNamespace(**{**vars(options), "text": None, "dataset": "someone/corpus", "split": "validation"})
+    train()
+    dataset = {"text": None, "dataset": "someone/corpus", "split": "validation"}
     with pytest.raises(ValueError, match=r"another --vocabulary or text \(text\)"):
-        script.train_tokenizer(dataset)
-    monkeypatch.setattr(script, "read_text_pieces", lambda *args, **kwargs: iter(["Ann."]))
-    monkeypatch.setattr(script, "train_digit_tokenizer", lambda *args, **kwargs: tiny_tokenizer())
-    dataset.tokenizer = tmp_path / "other"
-    script.train_tokenizer(dataset)
+        train(**dataset)
+    monkeypatch.setattr(corpus_tokenizer, "read_text_pieces", lambda *args, **kwargs: iter(["Ann."]))
+    monkeypatch.setattr(corpus_tokenizer, "train_digit_tokenizer", lambda *args, **kwargs: tiny_tokenizer())
+    train("other", **dataset)
     record = json.loads((tmp_path / "other" / "trained_on.json").read_text())
     assert (record["text"], record["split"], record["bytes"]) == ("someone/corpus", "validation", None)
+    with pytest.raises(ValueError, match="give either text or dataset"):
+        train("neither", text=None)
 
 
 def test_cards_of_what_earlier_commands_have_left(script: ModuleType, files: Path, tmp_path: Path) -> None:
@@ -484,12 +484,12 @@ def test_cards_of_what_earlier_commands_have_left(script: ModuleType, files: Pat
     assert json.loads((tmp_path / "vanilla" / "training.json").read_text())["machine"] == "a GPU elsewhere"
 
 
-def test_the_tokenizer_reads_all_over_the_text(script: ModuleType) -> None:
+def test_the_tokenizer_reads_all_over_the_text() -> None:
     pieces = [f"{number:04d}" for number in range(1000)]
-    assert script.spread_pieces(pieces, 4000) == pieces
-    assert script.spread_pieces(iter(pieces), 3999) == pieces[::2]
-    assert script.spread_pieces(iter(pieces), 100) == pieces[::64]
-    assert script.spread_pieces(["long"], 3) == ["long"]
+    assert spread_pieces(pieces, 4000) == pieces
+    assert spread_pieces(iter(pieces), 3999) == pieces[::2]
+    assert spread_pieces(iter(pieces), 100) == pieces[::64]
+    assert spread_pieces(["long"], 3) == ["long"]
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from nearfar.modeling.modeling_proxyformer_image import ProxyFormerImageModel
 from nearfar.modeling.pipeline_flow_matching import FlowMatchingPipeline, to_uint8
 from nearfar.training.flow_matching import TIMES, WEIGHTINGS, flow_matching_loss
 from nearfar.training.matrix_optimizer import make_optimizer
+from nearfar.training.run_folder import replaced_folder
 from nearfar.training.weight_average import WeightAverage
 
 __all__ = ["LOG_NAME", "ImageTrainer", "ImageTraining", "encode_images", "last_checkpoint", "settle_latents"]
@@ -436,9 +437,6 @@ class ImageTrainer:
         """Write `checkpoint-STEP`, whole or not at all, and delete the one before it."""
         path = self.folder / f"checkpoint-{self.step}"
         if self.accelerator.is_main_process:
-            beside = self.folder / f".{path.name}.unfinished"
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
             state = {
                 "step": self.step,
                 "elapsed": self.elapsed,
@@ -448,9 +446,8 @@ class ImageTrainer:
                 "average": self.average.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
             }
-            torch.save(state, beside / _STATE_NAME)
-            shutil.rmtree(path, ignore_errors=True)
-            beside.replace(path)
+            with replaced_folder(path) as beside:
+                torch.save(state, beside / _STATE_NAME)
             for other in _checkpoints(self.folder):
                 if other != path:
                     shutil.rmtree(other, ignore_errors=True)

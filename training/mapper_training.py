@@ -21,7 +21,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +38,7 @@ from nearfar.training.mapper_batches import ALL_LAYERS, Crop, MapperBatch, Resid
 from nearfar.training.mapper_losses import MapperLoss, mass_reconstruction
 from nearfar.training.mapper_pairs import MapperPairs
 from nearfar.training.mapper_report import LOG_NAME, PLOT_NAME, model_card, plot_mapper_training, read_log
+from nearfar.training.run_folder import replaced_folder
 
 __all__ = ["MODEL_NAME", "MapperTrainer", "MapperTraining", "Plateau", "last_checkpoint", "new_mapper"]
 
@@ -571,7 +571,7 @@ class MapperTrainer:
     def _save_model(self, line: dict[str, Any]) -> None:
         """The best weights so far, beside and then in their place."""
         if self.accelerator.is_main_process:
-            with _replaced(self.folder / MODEL_NAME) as beside:
+            with replaced_folder(self.folder / MODEL_NAME) as beside:
                 saved = self.mapper
                 if self.options.save_dtype == "bfloat16":
                     saved = copy.deepcopy(saved).bfloat16()
@@ -586,7 +586,7 @@ class MapperTrainer:
         # All processes go on from what the main process has, as they will if the run is resumed.
         self._sums = self.accelerator.reduce(self._sums, "mean")
         if self.accelerator.is_main_process:
-            with _replaced(path) as beside:
+            with replaced_folder(path) as beside:
                 state = {
                     **self._identity(),
                     "step": self.step,
@@ -640,17 +640,6 @@ class MapperTrainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.plateau = Plateau(**state["plateau"])
         self._sums, self._counts = state["sums"].to(self.device), list(state["counts"])
-
-
-@contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
-    """A new folder to fill, which then takes the place of `path`."""
-    beside = path.with_name(f".{path.name}.unfinished")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    yield beside
-    shutil.rmtree(path, ignore_errors=True)
-    beside.replace(path)
 
 
 def last_checkpoint(folder: str | Path) -> Path | None:

@@ -44,6 +44,7 @@ from nearfar.training.needle_curriculum import (
     needle_loss,
     sample_stage,
 )
+from nearfar.training.run_folder import replaced_folder
 
 if TYPE_CHECKING:
     from nearfar.modeling.modeling_proxyformer import ProxyFormerForCausalLM
@@ -384,9 +385,6 @@ class NeedleTrainer:
         """Write `checkpoint-STEP`, whole or not at all, and delete the one before it."""
         path = self.folder / f"checkpoint-{self.step}"
         if self.accelerator.is_main_process:
-            beside = self.folder / f".{path.name}.unfinished"
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
             state = {
                 "step": self.step,
                 "elapsed": self.elapsed,
@@ -397,9 +395,8 @@ class NeedleTrainer:
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
             }
-            torch.save(state, beside / _STATE_NAME)
-            shutil.rmtree(path, ignore_errors=True)
-            beside.replace(path)
+            with replaced_folder(path) as beside:
+                torch.save(state, beside / _STATE_NAME)
             for other in _checkpoints(self.folder):
                 if other != path:
                     shutil.rmtree(other, ignore_errors=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ __all__ = [
     "checkpoint_step",
     "last_checkpoint",
     "read_run",
+    "replaced_folder",
     "same_settings",
     "write_json",
     "write_run",
@@ -67,6 +71,21 @@ def check_run(folder: str | Path, settings: dict[str, Any], resume: bool) -> boo
     if run["result"] is None and not resume:
         raise ValueError(f"{folder} holds an unfinished run: add --resume to go on with it, or delete that folder")
     return run["result"] is not None
+
+
+@contextmanager
+def replaced_folder(path: str | Path) -> Iterator[Path]:
+    """A new folder to fill, which then takes the place of `path`.
+
+    When filling it fails, what stood at `path` stays, and the next call deletes what there is of the new one.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.unfinished")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    yield beside
+    shutil.rmtree(path, ignore_errors=True)
+    beside.replace(path)
 
 
 def last_checkpoint(folder: str | Path) -> Path | None:
