@@ -50,7 +50,15 @@ from nearfar.training.comparison_report import compared_with, comparison_figure,
 from nearfar.training.loss_bar import show_loss_bar
 from nearfar.training.matrix_optimizer import make_optimizer
 from nearfar.training.perplexity_log import PerplexityLog, read_perplexity_log, tokens_per_second
-from nearfar.training.run_folder import check_run, checkpoint_step, last_checkpoint, read_run, write_json, write_run
+from nearfar.training.run_folder import (
+    check_run,
+    checkpoint_step,
+    last_checkpoint,
+    read_run,
+    same_settings,
+    write_json,
+    write_run,
+)
 from nearfar.training.token_blocks import TokenBlocks
 from nearfar.training.training_blocks import blocks_at_once, even_shares, load_training_blocks
 
@@ -280,7 +288,7 @@ def summarise(options: argparse.Namespace, evaluation: dict[str, TokenBlocks]) -
     results: dict[str, dict[str, Any]] = {}
     for variant in VARIANTS:  # those of earlier commands too
         run = read_run(options.output / variant)
-        if run and run["result"] and run["settings"] == options.settings:
+        if run and run["result"] and same_settings(run, options.settings):
             results[variant] = run["result"]
     baseline = next(iter(results))
     results = compared_with(baseline, results)

@@ -171,6 +171,12 @@ def test_finished_variants_are_skipped(
         raise AssertionError("nothing is left to train")
 
     monkeypatch.setattr(script, "train_variant", refuse)
+    path = finished / "decoder" / "run.json"
+    run = json.loads(path.read_text())
+    unset = [name for name, value in run["settings"].items() if value is None]
+    run["settings"] = {name: value for name, value in run["settings"].items() if value is not None}
+    path.write_text(json.dumps(run))  # as of a release that did not have these settings yet
+    assert unset
     script.main(arguments(files, finished, "--variant", "history"))
     out = capsys.readouterr().out
     assert "history: finished already" in out
