@@ -22,6 +22,7 @@ from nearfar.training.run_folder import (
     read_run,
     replaced_folder,
     same_settings,
+    whole_checkpoints,
     write_run,
 )
 
@@ -41,6 +42,11 @@ def test_finished_unfinished_or_another_run(tmp_path: Path) -> None:
     for change, message in (({"steps": 9}, "steps = 8, and now it is 9"), ({"width": 2}, "width = None, and now")):
         with pytest.raises(ValueError, match=message):
             check_run(folder, {**settings, **change}, resume=True)
+    write_run(folder, {"settings": {**settings, "gone": 4, "unset": None}, "result": {"loss": 1.0}})
+    with pytest.raises(ValueError, match="holds a run with gone = 4, and now it is None: choose another --output"):
+        check_run(folder, settings, resume=True)
+    write_run(folder, {"settings": {**settings, "unset": None}, "result": {"loss": 1.0}})
+    assert check_run(folder, settings, resume=True)
     assert [file.name for file in folder.iterdir()] == ["run.json"]
 
 
@@ -57,6 +63,10 @@ def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     found = last_checkpoint(str(tmp_path))
     assert found == tmp_path / "checkpoint-10" and checkpoint_step(found) == 10
+    assert last_checkpoint(tmp_path, "own.pt") is None
+    (tmp_path / "checkpoint-100" / "own.pt").touch()
+    assert last_checkpoint(tmp_path, "own.pt") == tmp_path / "checkpoint-100"
+    assert len(whole_checkpoints(tmp_path)) == 2 and last_checkpoint(tmp_path) == found
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.modeling_proxyformer_autoencoder import ProxyFormerAutoencoder
 from nearfar.modeling.modeling_proxyformer_image import ProxyFormerImageModel
 from nearfar.modeling.pipeline_flow_matching import FlowMatchingPipeline, to_uint8
+from nearfar.training import run_folder
 from nearfar.training.flow_matching import TIMES, WEIGHTINGS, flow_matching_loss
 from nearfar.training.matrix_optimizer import make_optimizer
-from nearfar.training.run_folder import replaced_folder
 from nearfar.training.weight_average import WeightAverage
 
 __all__ = ["LOG_NAME", "ImageTrainer", "ImageTraining", "encode_images", "last_checkpoint", "settle_latents"]
@@ -446,9 +446,9 @@ class ImageTrainer:
                 "average": self.average.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
             }
-            with replaced_folder(path) as beside:
+            with run_folder.replaced_folder(path) as beside:
                 torch.save(state, beside / _STATE_NAME)
-            for other in _checkpoints(self.folder):
+            for other in run_folder.whole_checkpoints(self.folder, _STATE_NAME):
                 if other != path:
                     shutil.rmtree(other, ignore_errors=True)
         self.accelerator.wait_for_everyone()
@@ -474,11 +474,7 @@ class ImageTrainer:
 
 def last_checkpoint(folder: str | Path) -> Path | None:
     """The newest checkpoint in a run's folder, or None."""
-    return max(_checkpoints(Path(folder)), key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return [file.parent for file in folder.glob(f"checkpoint-*/{_STATE_NAME}")]
+    return run_folder.last_checkpoint(folder, _STATE_NAME)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from nearfar.evaluation.needle_documents import NeedleBatch, NeedleDocuments
 from nearfar.modeling.atomic_file import write_beside
+from nearfar.training import run_folder
 from nearfar.training.matrix_optimizer import make_optimizer
 from nearfar.training.needle_curriculum import (
     Curriculum,
@@ -44,7 +45,6 @@ from nearfar.training.needle_curriculum import (
     needle_loss,
     sample_stage,
 )
-from nearfar.training.run_folder import replaced_folder
 
 if TYPE_CHECKING:
     from nearfar.modeling.modeling_proxyformer import ProxyFormerForCausalLM
@@ -395,9 +395,9 @@ class NeedleTrainer:
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
             }
-            with replaced_folder(path) as beside:
+            with run_folder.replaced_folder(path) as beside:
                 torch.save(state, beside / _STATE_NAME)
-            for other in _checkpoints(self.folder):
+            for other in run_folder.whole_checkpoints(self.folder, _STATE_NAME):
                 if other != path:
                     shutil.rmtree(other, ignore_errors=True)
         self.accelerator.wait_for_everyone()
@@ -427,11 +427,7 @@ class NeedleTrainer:
 
 def last_checkpoint(folder: str | Path) -> Path | None:
     """The newest checkpoint in a run's folder, or None."""
-    return max(_checkpoints(Path(folder)), key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return [file.parent for file in folder.glob(f"checkpoint-*/{_STATE_NAME}")]
+    return run_folder.last_checkpoint(folder, _STATE_NAME)
 
 
 def _check(model: ProxyFormerForCausalLM, plan: NeedlePlan, documents: NeedleDocuments, text_tokens: int) -> None:

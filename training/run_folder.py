@@ -1,4 +1,4 @@
-"""Folders of training runs: `run.json`, with a run's settings and what came of it, and the Trainer's checkpoints."""
+"""Folders of training runs: `run.json`, with a run's settings and what came of it, and a trainer's checkpoints."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ __all__ = [
     "read_run",
     "replaced_folder",
     "same_settings",
+    "whole_checkpoints",
     "write_json",
     "write_run",
 ]
 
 RUN_NAME = "run.json"
+# What the Trainer of Transformers writes last into a checkpoint.
+_TRAINER_STATE = "trainer_state.json"
 
 
 def write_json(path: str | Path, content: Any) -> Path:
@@ -45,15 +48,20 @@ def read_run(folder: str | Path) -> dict[str, Any] | None:
 
 def same_settings(run: dict[str, Any], settings: dict[str, Any]) -> bool:
     """Whether a run has these settings; those that it does not name are None."""
-    names = run["settings"].keys() | settings.keys()
-    return all(run["settings"].get(name) == settings.get(name) for name in names)
+    return not _changed(run, settings)
+
+
+def _changed(run: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """The settings that differ: those of now first, then those that only the run names."""
+    before = run["settings"]
+    return [name for name in {**settings, **before} if before.get(name) != settings.get(name)]
 
 
 def check_run(folder: str | Path, settings: dict[str, Any], resume: bool) -> bool:
     """Whether the run in a folder is finished.
 
     Args:
-        settings: that it must have.
+        settings: that it must have, see `same_settings`.
         resume: whether an unfinished one is to be gone on with.
 
     Raises:
@@ -62,12 +70,13 @@ def check_run(folder: str | Path, settings: dict[str, Any], resume: bool) -> boo
     run = read_run(folder)
     if run is None:
         return False
-    for name, value in settings.items():
-        if run["settings"].get(name) != value:
-            raise ValueError(
-                f"{folder} holds a run with {name} = {run['settings'].get(name)!r}, and now it is {value!r}: choose "
-                "another --output, or delete that folder"
-            )
+    changed = _changed(run, settings)
+    if changed:
+        name = changed[0]
+        raise ValueError(
+            f"{folder} holds a run with {name} = {run['settings'].get(name)!r}, and now it is {settings.get(name)!r}: "
+            "choose another --output, or delete that folder"
+        )
     if run["result"] is None and not resume:
         raise ValueError(f"{folder} holds an unfinished run: add --resume to go on with it, or delete that folder")
     return run["result"] is not None
@@ -88,10 +97,14 @@ def replaced_folder(path: str | Path) -> Iterator[Path]:
     beside.replace(path)
 
 
-def last_checkpoint(folder: str | Path) -> Path | None:
-    """The newest whole checkpoint that a Trainer left: it writes trainer_state.json last."""
-    whole = [file.parent for file in Path(folder).glob("checkpoint-*/trainer_state.json")]
-    return max(whole, key=checkpoint_step, default=None)
+def last_checkpoint(folder: str | Path, state_name: str = _TRAINER_STATE) -> Path | None:
+    """The newest of `whole_checkpoints`, or None."""
+    return max(whole_checkpoints(folder, state_name), key=checkpoint_step, default=None)
+
+
+def whole_checkpoints(folder: str | Path, state_name: str = _TRAINER_STATE) -> list[Path]:
+    """The folders `checkpoint-<step>` that hold a file of that name, which a trainer writes last; in no order."""
+    return [file.parent for file in Path(folder).glob(f"checkpoint-*/{state_name}")]
 
 
 def checkpoint_step(checkpoint: Path) -> int:
