@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from tiny_pairs import SMALL, write_pairs
+from tiny_pairs import SMALL, add_states, write_pairs
 
 from nearfar.training.mapper_batches import ALL_LAYERS, ResidentPairs, read_crops
 from nearfar.training.mapper_losses import MapperLoss
@@ -54,3 +56,21 @@ def test_crops_of_all_layers(pairs: MapperPairs) -> None:
             assert torch.equal(x[[0, 1]], single.features[[0, 2]])
     bytes_held = sum(context.tokens for context in pairs.contexts) * (2 * 4 + 4 * 2) * 4
     assert ResidentPairs.nbytes(pairs) == bytes_held
+
+
+def test_values_that_are_not_read_are_not_held(tmp_path: Path) -> None:
+    write_pairs(tmp_path, [40, 30])
+    pairs, device, loss = add_states(tmp_path), torch.device("cpu"), MapperLoss()
+    options = {**SMALL, "proxy_layers": "all", "layer_queries": True}
+    for states, channels in (("none", 4), ("values", 7)):
+        config = new_mapper(pairs, **options, proxy_states=states).config
+        held = ResidentPairs(pairs, device, config.layer_channels)
+        tensors = [held.features(context) for context in range(2)]
+        assert [tensor.shape[1] for tensor in tensors] == [channels, channels]
+        tensors += [held.scores(context) for context in range(2)]
+        held_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        assert ResidentPairs.nbytes(pairs, config.layer_channels) == held_bytes
+        crops = [(0, ALL_LAYERS, 2, 20), (1, ALL_LAYERS, 0, 30)]
+        assert torch.equal(
+            read_crops(held, crops, config, loss).features, read_crops(pairs, crops, config, loss).features
+        )

@@ -61,27 +61,32 @@ class ResidentPairs:
     Args:
         pairs: where they come from.
         device: where they go.
+        layer_channels: how many channels of a proxy layer are read, the mapper's `config.layer_channels`; the others
+            are left out. None: all.
     """
 
-    def __init__(self, pairs: MapperPairs, device: torch.device) -> None:
+    def __init__(self, pairs: MapperPairs, device: torch.device, layer_channels: int | None = None) -> None:
         self.contexts, self.mapper_fields, self.device = pairs.contexts, pairs.mapper_fields, device
-        self._features, self._scores = (
-            [torch.from_numpy(np.array(read(context))).to(device) for context in range(len(pairs))]
-            for read in (pairs.features, pairs.scores)
-        )
+
+        def held(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.array(array)).to(device)
+
+        self._features = [held(pairs.features(context)[:, :layer_channels]) for context in range(len(pairs))]
+        self._scores = [held(pairs.scores(context)) for context in range(len(pairs))]
         self._thresholds: dict[tuple[int, tuple[float, ...]], Tensor] = {}
 
     @staticmethod
-    def nbytes(pairs: MapperPairs) -> int:
-        """What all pairs take."""
+    def nbytes(pairs: MapperPairs, layer_channels: int | None = None) -> int:
+        """What all pairs take, with so many channels of a proxy layer."""
         fields = pairs.mapper_fields
-        numbers = fields["proxy_num_layers"] * pairs.channels
+        channels = pairs.channels if layer_channels is None else min(layer_channels, pairs.channels)
+        numbers = fields["proxy_num_layers"] * channels
         numbers += len(fields["target_layers"]) * fields["target_num_heads"]
         tokens = sum(context.tokens for context in pairs.contexts)
         return tokens * numbers * np.dtype(pairs.settings["storage"]).itemsize
 
     def features(self, context: int) -> Tensor:
-        """See `MapperPairs.features`."""
+        """See `MapperPairs.features`; those channels that are held."""
         return self._features[context]
 
     def scores(self, context: int) -> Tensor:

@@ -34,11 +34,11 @@ from tqdm import tqdm
 from nearfar.configuration.configuration_axial_mapper import HybridAxialMapperConfig
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.modeling.modeling_axial_mapper import HybridAxialMapper, window_starts
+from nearfar.training import run_folder
 from nearfar.training.mapper_batches import ALL_LAYERS, Crop, MapperBatch, ResidentPairs, read_crops
 from nearfar.training.mapper_losses import MapperLoss, mass_reconstruction
 from nearfar.training.mapper_pairs import MapperPairs
 from nearfar.training.mapper_report import LOG_NAME, PLOT_NAME, model_card, plot_mapper_training, read_log
-from nearfar.training.run_folder import replaced_folder
 
 __all__ = ["MODEL_NAME", "MapperTrainer", "MapperTraining", "Plateau", "last_checkpoint", "new_mapper"]
 
@@ -258,8 +258,8 @@ class MapperTrainer:
         self._source: MapperPairs | ResidentPairs = pairs
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
-            if ResidentPairs.nbytes(pairs) <= _RESIDENT_SHARE * free:
-                self._source = ResidentPairs(pairs, self.device)
+            if ResidentPairs.nbytes(pairs, config.layer_channels) <= _RESIDENT_SHARE * free:
+                self._source = ResidentPairs(pairs, self.device, config.layer_channels)
         self.objective: nn.Module = _Objective(self.mapper, self.options.loss)
         if self.accelerator.num_processes > 1:
             self.objective = self.accelerator.prepare_model(self.objective)
@@ -571,7 +571,7 @@ class MapperTrainer:
     def _save_model(self, line: dict[str, Any]) -> None:
         """The best weights so far, beside and then in their place."""
         if self.accelerator.is_main_process:
-            with replaced_folder(self.folder / MODEL_NAME) as beside:
+            with run_folder.replaced_folder(self.folder / MODEL_NAME) as beside:
                 saved = self.mapper
                 if self.options.save_dtype == "bfloat16":
                     saved = copy.deepcopy(saved).bfloat16()
@@ -586,7 +586,7 @@ class MapperTrainer:
         # All processes go on from what the main process has, as they will if the run is resumed.
         self._sums = self.accelerator.reduce(self._sums, "mean")
         if self.accelerator.is_main_process:
-            with replaced_folder(path) as beside:
+            with run_folder.replaced_folder(path) as beside:
                 state = {
                     **self._identity(),
                     "step": self.step,
@@ -599,7 +599,7 @@ class MapperTrainer:
                     "counts": self._counts,
                 }
                 torch.save(state, beside / _STATE_NAME)
-            for other in _checkpoints(self.folder):
+            for other in run_folder.whole_checkpoints(self.folder, _STATE_NAME):
                 if other != path:
                     shutil.rmtree(other, ignore_errors=True)
         self.accelerator.wait_for_everyone()
@@ -644,8 +644,4 @@ class MapperTrainer:
 
 def last_checkpoint(folder: str | Path) -> Path | None:
     """The newest checkpoint in a run's folder, or None."""
-    return max(_checkpoints(Path(folder)), key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return [file.parent for file in folder.glob(f"checkpoint-*/{_STATE_NAME}")]
+    return run_folder.last_checkpoint(folder, _STATE_NAME)
