@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from nearfar import cli
 from nearfar.cli_eval import _ExamplesFormatter, _length, _share
 
 if TYPE_CHECKING:
+    from nearfar.configuration.configuration_axial_mapper import ProxyStates
     from nearfar.training.mapper_pairs import MapperPairs
 
 EXAMPLES = """\
@@ -28,7 +28,6 @@ examples:
   accelerate launch --num_processes 4 examples/train_mapper.py --pairs pairs --batch-size 3 --out mapper
       The same on several GPUs, each with batches of its own.
 """
-_RUN_FILE = "run.json"
 
 
 def add_train(commands: Any) -> None:
@@ -75,7 +74,7 @@ def add_train(commands: Any) -> None:
     add("--storage", choices=("float16", "float32"), default="float16", help="of pairs on disk")
     add("--proxy-states", choices=("none", "values"), default=None,
         help="values: pairs also hold the proxy's values, and the mapper reads them beside its attention, with "
-        "--proxy-layers all (default: none, or without --proxy what --pairs hold)")  # fmt: skip
+        "--proxy-layers all (default: what --pairs hold already, or none)")  # fmt: skip
 
     add = parser.add_argument_group("mapper").add_argument
     add("--hidden-size", type=cli._positive_int, default=512, metavar="N", help="of the encoder")
@@ -140,6 +139,7 @@ def _train_mapper(args: argparse.Namespace) -> int:
         save_every=args.save_every,
         loss=MapperLoss(scope=args.loss_scope),
     )
+    states = _states_to_store(args, folder) if args.proxy is not None else "none"
     import torch
     from accelerate import PartialState
 
@@ -149,7 +149,7 @@ def _train_mapper(args: argparse.Namespace) -> int:
     state = PartialState(cpu=device.type == "cpu")
     cli.set_threads(args, device)
     if args.proxy is not None:
-        _compute(args, folder, state.device if args.device == "auto" else device)
+        _compute(args, folder, states, state.device if args.device == "auto" else device)
         gc.collect()  # the models go before the mapper comes
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -202,14 +202,40 @@ def _check_arguments(args: argparse.Namespace) -> tuple[Path | None, Path]:
     return out, folder
 
 
-def _compute(args: argparse.Namespace, folder: Path, device: Any) -> None:
+def _states_to_store(args: argparse.Namespace, folder: Path) -> ProxyStates:
+    """The proxy's states in the pairs to compute: all of a folder hold the same.
+
+    Raises:
+        UserError: others were asked for than the folder holds, or a mapper that does not read them.
+    """
+    from nearfar.training.mapper_pairs import stored_states
+
+    held = stored_states(folder)
+    if held is None:
+        return args.proxy_states or "none"
+    # To train without values that are there takes no model.
+    without = "leave out --proxy and --target to train on these pairs without the values"
+    if args.proxy_states not in (None, held):
+        raise cli.UserError(
+            f"{folder} holds pairs computed with --proxy-states {held}, and now it is {args.proxy_states}: give "
+            f"--proxy-states {held}, or another --pairs" + ("" if held == "none" else f"; {without}")
+        )
+    if held != "none" and args.proxy_layers != "all" and not args.pairs_only:
+        raise cli.UserError(
+            f"{folder} holds the proxy's values, which a mapper reads with --proxy-layers all: give that, or "
+            f"--pairs-only to compute more; {without} (--proxy-states none)"
+        )
+    return held
+
+
+def _compute(args: argparse.Namespace, folder: Path, states: ProxyStates, device: Any) -> None:
     """The pairs that are missing."""
     from nearfar.training.mapper_contexts import NEEDLES, PAPER_MIXTURE, mixture_contexts
     from nearfar.training.mapper_pairs import PairSettings, compute_pairs
     from nearfar.training.synthetic_contexts import SYNTHETIC
 
     sources = args.sources or list(PAPER_MIXTURE)
-    settings = PairSettings(args.chunk_tokens, args.storage, args.proxy_states or "none")
+    settings = PairSettings(args.chunk_tokens, args.storage, states)
     proxy_source, target_source = cli.model_source(args.proxy), cli.model_source(args.target)
     tokenizer = cli.load_tokenizer(args.tokenizer or target_source)
     haystack = None
@@ -238,10 +264,10 @@ def _train(args: argparse.Namespace, out: Path, pairs: MapperPairs, options: Any
 
     from nearfar.evaluation.comparison import aligned_table
     from nearfar.evaluation.machine import machine_report
-    from nearfar.modeling.atomic_file import write_beside
     from nearfar.modeling.modeling_axial_mapper import HybridAxialMapper
     from nearfar.training import mapper_training
     from nearfar.training.mapper_report import context_mass_reconstruction
+    from nearfar.training.run_folder import write_run
 
     bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and not cpu)
     options = dataclasses.replace(options, bf16=bf16)
@@ -277,12 +303,8 @@ def _train(args: argparse.Namespace, out: Path, pairs: MapperPairs, options: Any
         "result": None,
     }
 
-    def record() -> None:
-        text = json.dumps(run, indent=2) + "\n"
-        write_beside(out / _RUN_FILE, lambda file: file.write_text(text, encoding="utf-8"))
-
     if state.is_main_process:
-        record()
+        write_run(out, run)
     result = trainer.train(mapper_training.last_checkpoint(out) if args.resume else None)
     if not state.is_main_process:
         return 0
@@ -291,7 +313,7 @@ def _train(args: argparse.Namespace, out: Path, pairs: MapperPairs, options: Any
     held_out = trainer.validation_contexts[:16]
     whole = context_mass_reconstruction(best, pairs, held_out, options.mass_ratios)
     run["result"] = {**result, "whole_contexts": whole}
-    record()
+    write_run(out, run)
     first, last = result["untrained"], result["last"]
     rows = [
         [

@@ -16,8 +16,8 @@ from tiny_pairs import SMALL, add_states, write_pairs
 from tiny_texts import english, save_tiny_checkpoint
 from transformers import AutoModel
 
-from nearfar import HybridAxialMapper, cli
-from nearfar.training import mapper_training
+from nearfar import HybridAxialMapper, cli, cli_train
+from nearfar.training import mapper_contexts, mapper_pairs, mapper_training
 from nearfar.training.mapper_batches import ResidentPairs
 from nearfar.training.mapper_losses import MapperLoss
 from nearfar.training.mapper_pairs import MapperPairs
@@ -418,6 +418,44 @@ def test_pairs_with_values_ask_for_a_mapper_that_reads_them(
     ):
         assert cli.main([*command, str(tmp_path / states), *more]) == 0
         assert AutoModel.from_pretrained(tmp_path / states / "model").config.proxy_states == states
+
+
+def test_more_pairs_hold_the_states_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is loaded for pairs that would be refused."""
+    folder, computed = tmp_path / "pairs", []
+    monkeypatch.setattr(cli_train.gc, "collect", lambda: 0)  # takes its time in a process of many tests
+    monkeypatch.setattr(cli, "load_tokenizer", lambda source: None)
+    monkeypatch.setattr(cli, "load_model", lambda source, *args: None)
+    monkeypatch.setattr(mapper_contexts, "mixture_contexts", lambda *args, **kwargs: [])
+    monkeypatch.setattr(
+        mapper_pairs, "compute_pairs", lambda *args, **kwargs: computed.append(args[5].proxy_states) and 0
+    )
+    command = ["train-mapper", "--proxy", "o/small", "--target", "o/large", "--sources", "a.txt"]
+    command += ["--pairs", str(folder), "--device", "cpu", "--threads", "1"]
+    only, read_all = [*command, "--pairs-only"], ["--proxy-layers", "all", "--layer-queries"]
+
+    assert cli.main(only) == 2 and computed.pop() == "none"  # no pairs came of it
+    assert cli.main([*only, "--proxy-states", "values"]) == 2 and computed.pop() == "values"
+    write_pairs(folder, [40, 50])
+    assert cli.main(only) == 0 and computed.pop() == "none"
+    capsys.readouterr()
+    assert cli.main([*only, "--proxy-states", "values"]) == 2 and not computed
+    assert "give --proxy-states none, or another --pairs" in capsys.readouterr().err
+
+    add_states(folder)
+    for more in ([], ["--proxy-states", "values"]):
+        assert cli.main([*only, *more]) == 0 and computed.pop() == "values"
+    monkeypatch.setattr(cli_train, "_train", lambda args, out, pairs, *more, **kwargs: 0)
+    assert cli.main([*command, *read_all, "--out", str(tmp_path / "a")]) == 0 and computed.pop() == "values"
+    capsys.readouterr()
+    for options, message in (
+        ([*only, "--proxy-states", "none"], "with --proxy-states values, and now it is none: give --proxy-states val"),
+        ([*command, "--out", str(tmp_path / "b")], "which a mapper reads with --proxy-layers all: give that"),
+    ):
+        assert cli.main(options) == 2 and not computed
+        assert message in capsys.readouterr().err
 
 
 def test_pairs_only(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

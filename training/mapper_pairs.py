@@ -46,14 +46,14 @@ from nearfar.training.mapper_contexts import PairContext, ids_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["MapperPairs", "PairSettings", "StoredContext", "compute_pairs"]
+__all__ = ["MapperPairs", "PairSettings", "StoredContext", "compute_pairs", "stored_states"]
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 # A shard is closed when it holds so many tokens, or after so many seconds: what an interruption costs at most.
 SHARD_TOKENS, SHARD_SECONDS = 1 << 16, 300.0
-# Takes a model and ids (1, n), gives features (layers, 1, query heads, n).
+# Takes a model and ids (1, n), gives features (layers, 1, channels, n).
 Features = Callable[["PreTrainedModel", torch.Tensor], torch.Tensor]
 
 
@@ -308,6 +308,21 @@ def _indexes(folder: Path, header: dict[str, Any] | None = None) -> list[dict[st
     return found
 
 
+def stored_states(folder: str | Path) -> ProxyStates | None:
+    """The proxy's states that the pairs of a folder hold; None where there are no pairs.
+
+    Raises:
+        ValueError: damaged or mixed indexes.
+    """
+    indexes = _indexes(Path(folder))
+    return _states_of(indexes[0]["settings"]) if indexes else None
+
+
+def _states_of(settings: dict[str, Any]) -> ProxyStates:
+    states: ProxyStates = settings.get("proxy_states", _UNNAMED["proxy_states"])
+    return states
+
+
 def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     remedy = "choose another folder, or delete that one"
     for name, value in {**_UNNAMED, **wanted["settings"]}.items():
@@ -389,7 +404,7 @@ class MapperPairs:
         self.settings: dict[str, Any] = indexes[0]["settings"]
         self.mapper_fields: dict[str, Any] = {
             **indexes[0]["mapper"],
-            "proxy_states": self.settings.get("proxy_states", _UNNAMED["proxy_states"]),
+            "proxy_states": _states_of(self.settings),
         }
         self._arrays: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._thresholds: dict[tuple[int, tuple[float, ...]], np.ndarray] = {}
