@@ -250,7 +250,8 @@ class Demo:
     def write(self, more: dict[str, Any]) -> None:
         """Write comparison.json with what has been found so far; `more` has an entry for each further system.
 
-        What the file has of other systems stays, and `earlier` tells under which circumstances it was found.
+        What the file has of other systems stays, and `earlier` tells under which circumstances it was found. So does
+        what it has of a system that failed this time. Earlier failures do not stay.
         """
         from nearfar.evaluation.comparison import json_record, write_record
 
@@ -269,7 +270,7 @@ class Demo:
         before, earlier = read_record(path), {}
         for system in SECTIONS:
             names = PRUNED_ENTRIES if system == "pruned" else (system,)
-            if record.get(names[-1]) or not before.get(names[-1]):
+            if _holds_result(record.get(names[-1])) or not _holds_result(before.get(names[-1])):
                 continue
             record |= {name: before[name] for name in names if name in before}
             known = before.get("earlier", {}).get(system, before)
@@ -284,6 +285,13 @@ class Demo:
         cores = available_cores()
         if self.load is not None and self.device.type == "cpu" and self.load >= cores / 2:
             print(f"Other programs kept the {cores} cores busy (load {self.load:.1f}): the times say little.")
+
+
+def _holds_result(entry: Any) -> bool:
+    """Whether an entry of the record is there and more than the message of a failure; of caches one is enough."""
+    if isinstance(entry, list):
+        return any(_holds_result(result) for result in entry)
+    return bool(entry) and not (isinstance(entry, dict) and entry.get("error") is not None)
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -320,6 +328,7 @@ def kept(name: str) -> Path:
 
 def _show_pruned(demo: Demo) -> Section:
     from nearfar.evaluation import comparison
+    from nearfar.evaluation.context_reading import FULL
 
     args = demo.args
     source = cli.model_source(args.model)
@@ -367,7 +376,7 @@ def _show_pruned(demo: Demo) -> Section:
     print()
     for line in comparison.plain_words(results):
         print(line)
-    best = max((result for result in measured if result.name != comparison.FULL), key=_found, default=None)
+    best = max((result for result in measured if result.name != FULL), key=_found, default=None)
     said = f"{len(measured)} of {len(results)} caches measured"
     if best is not None and best.needles_asked:
         said += f"; {best.label} found most: {best.needles_found} of {best.needles_asked} needles"

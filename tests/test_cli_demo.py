@@ -158,6 +158,46 @@ def test_results_of_other_systems_stay(
     assert path.read_text() == "[]"
 
 
+def test_a_failure_does_not_replace_an_earlier_result(
+    checkout: Path, text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(demo: cli_demo.Demo) -> cli_demo.Section:
+        raise ValueError("no luck")
+
+    def works(demo: cli_demo.Demo) -> cli_demo.Section:
+        return cli_demo.Section("drawn", "said", {"checkpoint": "new"})
+
+    monkeypatch.setattr(cli_demo, "SECTIONS", {**cli_demo.SECTIONS, "dar": fails, "images": works})
+    path = tmp_path / "comparison.json"
+    before = {
+        "time": "2000",
+        "seed": 7,
+        "results": [],
+        "dar": {"checkpoint": "older"},
+        "proxyformer": {"error": "old"},
+    }
+    path.write_text(json.dumps(before))
+    for _ in range(2):  # what is kept stays kept
+        assert cli.main(demo(text_file, tmp_path, "--systems", "dar,images")) == 1
+        shown = capsys.readouterr().out
+        assert "dar: failed, no luck" in shown and "failed: no luck" in shown
+        assert "with dar of earlier commands" in shown
+        record = json.loads(path.read_text())
+        assert record["dar"] == {"checkpoint": "older"} and record["images"] == {"checkpoint": "new"}
+        assert set(record["earlier"]) == {"dar"} and record["earlier"]["dar"]["seed"] == 7
+        assert "proxyformer" not in record, "an earlier failure is no result"
+
+    # Where there is nothing better, this command's failure is told, and the next one does not carry it on.
+    failed = [{"name": "full", "error": "no"}]
+    path.write_text(json.dumps({"results": failed, "dar": {"error": "old"}}))
+    assert cli.main(demo(text_file, tmp_path, "--systems", "dar,images")) == 1
+    record = json.loads(path.read_text())
+    assert record["dar"] == {"error": "no luck"} and record["results"] == [] and "earlier" not in record
+    assert cli.main(demo(text_file, tmp_path, "--systems", "images")) == 0
+    record = json.loads(path.read_text())
+    assert "dar" not in record and "earlier" not in record
+
+
 def test_which_systems_and_caches(capsys: pytest.CaptureFixture[str], checkout: Path) -> None:
     parser = cli._build_parser()
     assert parser.parse_args(["demo", "--systems", "dar,pruned"]).systems == ["pruned", "dar"]
