@@ -43,6 +43,7 @@ from nearfar.training.mapper_losses import MapperLoss
 from nearfar.training.mapper_pairs import MapperPairs
 from nearfar.training.mapper_report import context_mass_reconstruction
 from nearfar.training.mapper_training import MODEL_NAME, MapperTrainer, MapperTraining, last_checkpoint, new_mapper
+from nearfar.training.run_folder import write_json
 
 WHOLE = "whole"
 LOSSES = ("binary", "mse", "fine", "boundary", "cosine")
@@ -78,8 +79,12 @@ def settings_of(args: argparse.Namespace, pairs: MapperPairs) -> dict[str, Any]:
     return {"pairs": pairs.digest, "bf16": args.bf16, **{name: getattr(args, name) for name in names}}
 
 
-def train(args: argparse.Namespace, pairs: MapperPairs, variant: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Train one variant, or go on with it, and measure it."""
+def make_trainer(args: argparse.Namespace, pairs: MapperPairs, variant: str, seed: int, folder: Path) -> MapperTrainer:
+    """Of one variant; it writes nothing yet.
+
+    Raises:
+        ValueError: arguments that no mapper or training can have.
+    """
     left_out = variant.removeprefix("no-")
     loss = MapperLoss(scope=args.loss_scope, samples=args.rank_samples)
     if left_out in LOSSES:
@@ -117,7 +122,12 @@ def train(args: argparse.Namespace, pairs: MapperPairs, variant: str, seed: int,
         window_stride=max(1, args.crop_tokens // 2),
         disabled_stage=left_out if left_out in STAGES else None,
     )
-    trainer = MapperTrainer(mapper, pairs, folder, options, cpu=args.found_device.type == "cpu", plot=False)
+    return MapperTrainer(mapper, pairs, folder, options, cpu=args.found_device.type == "cpu", plot=False)
+
+
+def train(args: argparse.Namespace, trainer: MapperTrainer, variant: str, seed: int) -> dict[str, Any]:
+    """Train one variant, or go on with it, and measure it."""
+    pairs, folder = trainer.pairs, trainer.folder
     result = trainer.train(last_checkpoint(folder))
     best = HybridAxialMapper.from_pretrained(folder / MODEL_NAME, dtype="float32").to(trainer.device).eval()
     held_out = trainer.validation_contexts
@@ -129,7 +139,7 @@ def train(args: argparse.Namespace, pairs: MapperPairs, variant: str, seed: int,
         "variant": variant,
         "seed": seed,
         "settings": settings_of(args, pairs),
-        "parameters": mapper.num_parameters(),
+        "parameters": trainer.mapper.num_parameters(),
         "trained_steps": result["steps"],
         "trained_seconds": result["seconds"],
         "best_step": result["best"]["step"],
@@ -150,9 +160,9 @@ def measure_variants(args: argparse.Namespace) -> None:
     for variant, seeds in read_results(args.out).items():  # all of a folder stand in one table
         for seed in seeds:
             check_settings(result_file(args.out, variant, seed), settings)
-    for path in sorted((args.out / "runs").glob(f"*/{SETTINGS_NAME}")):
+    for folder in sorted((args.out / "runs").glob("*")):
         with contextlib.suppress(FileNotFoundError):  # another process's, which has just finished
-            check_settings(path, settings)
+            check_unfinished(folder, args.out / f"{folder.name}.json", settings)
     has_states = args.proxy_layers == "all" and pairs.mapper_fields["proxy_states"] != "none"
     for seed in args.seeds:
         for variant in args.variants:
@@ -168,14 +178,31 @@ def measure_variants(args: argparse.Namespace) -> None:
                     continue
                 print(f"seed {seed}, {VARIANTS[variant]}", file=sys.stderr)
                 folder = args.out / "runs" / path.stem
+                trainer = make_trainer(args, pairs, variant, seed, folder)  # wrong arguments leave no settings behind
                 write_json(folder / SETTINGS_NAME, {"settings": settings})  # a trainer's checkpoint lets steps differ
-                write_json(path, train(args, pairs, variant, seed, folder))
+                write_json(path, train(args, trainer, variant, seed))
+                del trainer  # makes room for the next one's
                 shutil.rmtree(folder)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=1) + "\n"
-    write_beside(path, lambda file: file.write_text(text, encoding="utf-8"))
+def check_unfinished(folder: Path, result: Path, settings: dict[str, Any]) -> None:
+    """A training that is not finished must be one under the settings given now.
+
+    Args:
+        folder: its own.
+        result: the file that it writes at its end, before another process deletes the folder.
+
+    Raises:
+        UserError: other settings, or a checkpoint without any, as older releases left it.
+    """
+    checkpoint = last_checkpoint(folder)
+    if (folder / SETTINGS_NAME).exists():
+        check_settings(folder / SETTINGS_NAME, settings)
+    elif checkpoint is not None and not result.exists():
+        raise cli.UserError(
+            f"{folder} is of a training that is not finished and does not say under which arguments it was begun (an "
+            "older release's): delete that folder to train it anew, or give another --out"
+        )
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:

@@ -459,6 +459,31 @@ def test_mapper_ablation_goes_on_only_under_the_same_settings(
         assert "another steps (steps was 4, is now 8); give another --out" in shown and "whole-seed0" in shown
 
 
+def test_mapper_ablation_refuses_what_it_cannot_go_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments that no mapper can have leave no folder behind that asks for them again."""
+    write_pairs(tmp_path / "pairs", [40, 30])
+    out = tmp_path / "out"
+    command = ["--pairs", str(tmp_path / "pairs"), "--out", str(out), "--variants", "whole", *MACHINE]
+    command += ["--steps", "4", "--layers", "1", "--head-dim", "4", "--hidden-size", "16", "--heads"]
+    assert mapper_ablation.main([*command, "3"]) == 2
+    assert "16" in capsys.readouterr().err and not list((out / "runs").glob("*"))
+
+    # A checkpoint of an older release does not say what it was begun with.
+    folder = out / "runs" / "no-heads-seed3"
+    (folder / "checkpoint-2").mkdir(parents=True)
+    (folder / "checkpoint-2" / "training_state.pt").touch()
+    monkeypatch.setattr(mapper_ablation, "train", lambda *args: {"variant": "whole", "seed": 0})
+    monkeypatch.setattr(mapper_ablation, "read_results", lambda out: {})
+    assert mapper_ablation.main([*command, "2"]) == 2
+    assert f"{folder} is of a training that is not finished and does not say" in capsys.readouterr().err
+    assert not (out / "whole-seed0.json").exists()
+    (out / "no-heads-seed3.json").touch()  # its process is about to delete the folder
+    mapper_ablation.main([*command, "2"])
+    assert json.loads((out / "whole-seed0.json").read_text())["seed"] == 0
+
+
 def test_dar_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--shapes", "1x80x2x16", "--window", "16", "--repeats", "2", "--calls", "1", "--out", str(tmp_path)]
     assert dar_attention.main([*arguments, *MACHINE]) == 0
