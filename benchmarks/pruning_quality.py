@@ -50,7 +50,7 @@ from tqdm import tqdm
 from transformers import Cache
 
 from nearfar import cli
-from nearfar.evaluation.comparison import FULL
+from nearfar.evaluation.context_reading import FULL
 from nearfar.evaluation.kvpress_peers import list_peers
 from nearfar.evaluation.machine import machine_report
 from nearfar.evaluation.measurement_file import Records

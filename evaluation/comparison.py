@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
+from nearfar.evaluation.context_reading import FULL
 from nearfar.evaluation.machine import machine_report, synchronize
 from nearfar.evaluation.needles import NeedleAnswer, NeedleContext, ask_needle, multi_needle_context
 from nearfar.evaluation.perplexity import continuation_perplexity
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FULL = "full"
 _WARM_UP_STEPS = 2
 
 

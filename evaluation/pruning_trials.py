@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import Cache
 
-from nearfar.evaluation.comparison import FULL
+from nearfar.evaluation.context_reading import FULL
 from nearfar.evaluation.needles import NeedleContext, ask_needle
 from nearfar.evaluation.perplexity import continuation_perplexity
 from nearfar.evaluation.pruned_reading import Reading
