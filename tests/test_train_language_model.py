@@ -182,6 +182,16 @@ def test_finished_variants_are_skipped(
     assert "history: finished already" in out
     assert [line.split()[0] for line in out.splitlines()[-4:-1]] == list(VARIANTS), "earlier ones are in the table"
 
+    path = finished / "history" / "run.json"
+    before = path.read_text()
+    run = json.loads(before)
+    run["settings"]["gone"] = 4  # a release that knew it trained another model
+    path.write_text(json.dumps(run))
+    with pytest.raises(SystemExit):
+        script.main(arguments(files, finished, "--variant", "history"))
+    assert "holds a run with gone = 4, and now it is None" in capsys.readouterr().err
+    path.write_text(before)
+
 
 def test_resume_gives_the_same_run(
     finished: Path, script: ModuleType, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
