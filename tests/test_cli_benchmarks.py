@@ -294,7 +294,7 @@ def test_a_restart_redoes_what_a_process_without_it_was_measuring(
             if len(waited) == 2:
                 another.close()
 
-        monkeypatch.setattr(cli_benchmarks.time, "sleep", sleep)
+        monkeypatch.setattr("time.sleep", sleep)
         assert cli.main([*command, "--restart"]) == 0
     assert waited == [before] * 2
     assert load(tmp_path, full.name)["restart"] == load(tmp_path, other.name)["restart"]
