@@ -70,7 +70,7 @@ setup(
         "accelerate",
         "safetensors",
         "huggingface-hub",
-        "filelock>=3.12",  # tells a file system that has no locks
+        "filelock>=3.21",  # before, a file system without locks (ENOTSUP, ENOLCK) looked like a lock that is held
         "tqdm",
         "numpy",
     ],

@@ -14,8 +14,8 @@ Each figure is measured over --steps decode steps at batch 1 after a few untimed
 back to the given length after each measurement.
 
 Every row is printed, and written to decode_scaling.json, as soon as it is there; the same command with the same --out
-goes on with what is missing, also of other --caches and lengths. Table and figure are of what is there. --seconds ends
-it in time.
+goes on with what is missing, also of other --caches and a longer --max-tokens. Table and figure are of what is there,
+with a line for each machine if there is more than one. --seconds ends it in time.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ from nearfar.modeling.prunable_models import text_config
 
 CHUNK_TOKENS = 1024
 WARM_UP_STEPS = 4
+# Of settings that files of older releases do not name. A cache goes from length to length, so what it holds at one
+# depends on the first.
+UNNAMED = {"min_tokens": 1024}
 
 
 def random_llama(args: argparse.Namespace) -> Any:
@@ -227,13 +230,14 @@ def run(args: argparse.Namespace) -> None:
     kind = str(dtype).removeprefix("torch.")
     machine = machine_report(device)
     settings = {"model": what, "dtype": kind, "budget": args.budget, "steps": args.steps, "seed": args.seed}
-    settings["prototypes"] = args.prototypes
+    settings |= {"prototypes": args.prototypes, "min_tokens": args.min_tokens}
     registered = list(CACHES)
     results = KeptRows(
         None if args.out is None else args.out / "decode_scaling.json",
         settings,
         machine,
         order=lambda row: (registered.index(row["cache"]), row["tokens"]),
+        unnamed=UNNAMED,
     )
     print(f"{json.dumps(machine)}\n", flush=True)
     if args.model is None:
@@ -281,6 +285,8 @@ def run(args: argparse.Namespace) -> None:
     print(f"\nHeld equal: {what}, {kind}; batch 1; budget {args.budget}; {args.steps} steps{kernels}\n")
     print(table(rows, names) + "\n")
     print("\n".join(growth(rows, names)))
+    for line in results.machine_lines():
+        print(line)
     if args.out is not None and rows:
         write_beside(args.out / "decode_scaling.png", lambda file: draw(file, rows, names))
 

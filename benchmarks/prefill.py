@@ -361,6 +361,8 @@ def run(args: argparse.Namespace) -> None:
         + ("\n" if args.proxy_states == "none" else f"; the mapper also reads the proxy's {args.proxy_states}\n")
     )
     print(aligned_table(HEADER, [_row(row, results.rows) for row in results.rows]))
+    for line in results.machine_lines():
+        print(line)
 
 
 def _collect(device: torch.device) -> None:

@@ -11,6 +11,7 @@ heads) and repeat it for the batch. What a step costs depends on how many pairs 
 Columns: pairs kept of all; bytes of the cache; tokens a second over the batch, from the median step of --steps; where
 memory ends (GPU only): the largest batch with which --steps go through, found from below, and its tokens a second.
 Rows are written as they come; the same command with the same --out goes on.
+Where rows come from several machines, a line for each says so.
 """
 
 from __future__ import annotations
@@ -189,14 +190,14 @@ def run(args: argparse.Namespace) -> None:
     batches = [int(text) for text in args.batches.split(",")]
     if min(lengths) < 64 or min(batches) < 1:
         raise ValueError("--lengths must be at least 64 tokens each, --batches at least 1")
-    torch.manual_seed(args.seed)
-    model = make_model(shape, 0, max(lengths) + args.steps + WARM_UP_STEPS, device, dtype)
     machine = machine_report(device)
-    print(f"{json.dumps(machine)}\n", flush=True)
     settings = {"shape": shape, "dtype": str(dtype), "retention_ratio": args.retention_ratio}
     settings |= {"steps": args.steps, "seed": args.seed}
     path = None if args.out is None else args.out / "pruned_decode.json"
     kept = KeptRows(path, settings, machine, order=_place)
+    print(f"{json.dumps(machine)}\n", flush=True)
+    torch.manual_seed(args.seed)
+    model = make_model(shape, 0, max(lengths) + args.steps + WARM_UP_STEPS, device, dtype)
 
     def add(row: dict[str, Any]) -> None:
         kept.add(row)
@@ -230,6 +231,8 @@ def run(args: argparse.Namespace) -> None:
         f"{args.steps} steps{kernels}\n"
     )
     print(aligned_table(HEADER, [_cells(row) for row in kept.rows]))
+    for line in kept.machine_lines():
+        print(line)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -41,8 +41,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from tqdm import tqdm
+
+from nearfar.evaluation.file_lock import file_lock, lacks_locks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -319,14 +321,16 @@ def _locked(path: Path, say: Callable[[str], None]) -> Iterator[bool]:
 
     Without a lock two processes may do the same work twice, but the rename still lets only one result appear.
     """
-    lock = FileLock(path)
+    lock = file_lock(path)
     try:
         try:
             lock.acquire(timeout=1)
         except Timeout:
             say("another process is making this ready; waiting for it")
             lock.acquire()
-    except NotImplementedError:
+    except (NotImplementedError, OSError) as error:
+        if not lacks_locks(error):
+            raise
         yield False
         return
     try:

@@ -227,7 +227,7 @@ def open_run(
     }
     settings = json.loads(json.dumps(settings))  # as a file gives it back
     run = BenchmarkRun(benchmark, settings)
-    if path is not None and (not restart or _is_of(path, restart)) and Path(path).exists():
+    if path is not None and (not restart or is_of(path, restart)) and Path(path).exists():
         run = BenchmarkRun.read(path)
         names = {*settings, *run.settings}
         differing = sorted(name for name in names if run.settings.get(name) != settings.get(name))
@@ -235,11 +235,11 @@ def open_run(
             raise ValueError(f"{path} holds a run of {run.benchmark}, not of {benchmark}")
         if differing:
             name = differing[0]
-            raise ValueError(
-                f"{path} holds results with another {', another '.join(differing)} ({name}: "
-                f"{run.settings.get(name)!r} there, {settings.get(name)!r} now); write elsewhere, or restart to "
-                "replace it"
-            )
+            others = f"another {', another '.join(differing)}"
+            values = f"({name}: {run.settings.get(name)!r} there, {settings.get(name)!r} now)"
+            if restart:
+                raise ValueError(f"{path}: {_restarted_with(others)} {values}; {_WAIT}")
+            raise ValueError(f"{path} holds results with {others} {values}; write elsewhere, or restart to replace it")
     begun = restart if isinstance(restart, str) else run.record.get("restart")
     run.record = {
         **({"restart": begun} if begun else {}),
@@ -250,7 +250,14 @@ def open_run(
     return run
 
 
-def _is_of(path: str | Path, restart: bool | str) -> bool:
+_WAIT = "wait for it, or give another --out"
+
+
+def _restarted_with(others: str) -> str:
+    return f"another process is restarting this benchmark with {others}"
+
+
+def is_of(path: str | Path, restart: bool | str) -> bool:
     """Whether a file holds a run of a restart of that name."""
     try:
         return isinstance(restart, str) and BenchmarkRun.read(path).record.get("restart") == restart
@@ -258,12 +265,15 @@ def _is_of(path: str | Path, restart: bool | str) -> bool:
         return False
 
 
-def check_data(run: BenchmarkRun, data: Mapping[str, str], path: str | Path | None = None) -> None:
+def check_data(
+    run: BenchmarkRun, data: Mapping[str, str], path: str | Path | None = None, restart: bool | str = False
+) -> None:
     """Samples that are in the run already must be of the data that is here now.
 
     Args:
         data: by key, a digest of what the sample is made from.
         path: the run's file, for the message.
+        restart: as in `open_run`; what the run holds already is then another process's.
 
     Raises:
         ValueError: a sample in the run is of other data, or of data that nobody noted.
@@ -272,6 +282,8 @@ def check_data(run: BenchmarkRun, data: Mapping[str, str], path: str | Path | No
     if other:
         noted = all("data" in run.samples[key] for key in other)
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        if restart:
+            raise ValueError(f"{path or 'the run'}: {_restarted_with('other data')} ({other[0]}{more}); {_WAIT}")
         raise ValueError(
             f"{path or 'the run'} holds results of {'other' if noted else 'unknown'} data ({other[0]}{more}); write "
             "into another folder (--out), or replace what is there (--restart)"
@@ -285,6 +297,7 @@ def run_items(
     *,
     data: Mapping[str, str] | None = None,
     shared: Callable[[], bool] | None = None,
+    restart: bool | str = False,
     progress: bool = True,
 ) -> BenchmarkRun:
     """Measure what is not in the run yet, and save while doing so, also when interrupted.
@@ -293,12 +306,13 @@ def run_items(
         items: a sample's key, and what measures it.
         data: by key, a digest of what the sample is made from, which is kept with its results.
         shared: asked before and after each sample whether another process measures; the answer is kept with it.
+        restart: as in `open_run`.
 
     Raises:
         ValueError: see `check_data`.
     """
     data = data or {}
-    check_data(run, data, path)
+    check_data(run, data, path, restart)
     todo = [(key, measure) for key, measure in items if key not in run.samples]
     saved = time.monotonic()
     try:

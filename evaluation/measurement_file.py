@@ -1,6 +1,6 @@
 """Measurements in a file of JSON lines that several processes fill together, each going on where the others are.
 
-`evaluation/kept_rows.py` is for one process and rows in an order of their own.
+`evaluation/kept_rows.py` is for fewer rows, in an order of their own: it writes all of them anew with each.
 """
 
 from __future__ import annotations

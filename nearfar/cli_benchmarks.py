@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,8 @@ examples:
   nearfar eval latency my/model --lengths 4k,32k --caches full,snapkv,kvzip --retention-ratio 0.3 --limit 5
 """
 
+# Between looks at whether a run that is to be restarted is still another process's.
+_LOOK_AGAIN_SECONDS = 2.0
 # RULER: tokens of the haystack for documents of up to as many.
 _SHORT_HAYSTACK = 64 << 10
 
@@ -161,7 +164,8 @@ def _benchmark(
         "--restart",
         action="store_true",
         help="throw results that are there away instead of going on from them; a process that begins while another "
-        "with --restart is at the same benchmark takes part in its restart, and keeps what has been redone",
+        "with --restart is at the same benchmark takes part in its restart, and keeps what has been redone; what a "
+        "process without --restart is measuring is waited for at the end, and redone",
     )
     cli.add_machine_arguments(parser)
     return parser
@@ -280,21 +284,36 @@ class _Session:
         """One run for each cache and size; prints a table for each.
 
         A run that another process is measuring is left to it: the same command, started several times, shares the
-        runs out.
+        runs out. One that restarts comes back for what others have not restarted.
         """
-        from nearfar.evaluation.benchmark_runs import run_file_name
+        from nearfar.evaluation.benchmark_runs import is_of, run_file_name
         from nearfar.evaluation.file_lock import held_lock
         from nearfar.evaluation.shared_folder import joined
 
         with joined(self.out) as folder:
             restart = folder.join_restart(self.benchmark) if self.args.restart else False
+
+            def measured(choice: CacheChoice, path: Path) -> bool:
+                with held_lock(path.with_name(f".{path.stem}.lock"), wait=False) as held:
+                    if held:
+                        self._run_one(choice, path, settings, items, data, folder, restart)
+                return held
+
+            left: list[tuple[CacheChoice, Path]] = []
             for choice in self.choices:
                 path = self.out / run_file_name(self.benchmark, choice)
-                with held_lock(path.with_name(f".{path.stem}.lock"), wait=False) as held:
-                    if not held:
-                        cli._say(f"{path}: left to another process, which is measuring it")
-                        continue
-                    self._run_one(choice, path, settings, items, data, folder, restart)
+                if not measured(choice, path):
+                    later = "; --restart comes back to it" if restart else ""
+                    cli._say(f"{path}: left to another process, which is measuring it{later}")
+                    left.append((choice, path))
+            for choice, path in left if restart else ():
+                waited = False
+                # What bears the restart's name is being redone by a process that takes part in it.
+                while not measured(choice, path) and not is_of(path, restart):
+                    if not waited:
+                        cli._say(f"{path}: waiting for the process that is measuring it")
+                    waited = True
+                    time.sleep(_LOOK_AGAIN_SECONDS)
         return 0
 
     def _run_one(
@@ -321,7 +340,7 @@ class _Session:
             restart=restart,
             record={"command": self.args.command_line},
         )
-        run_items(run, items(reader), path, data=data, shared=folder.has_others)
+        run_items(run, items(reader), path, data=data, shared=folder.has_others, restart=restart)
         print(f"{self.benchmark}, {Path(self.name).name}, {run.label}\n\n{run.table()}\n\ndata: {path}\n")
 
 

@@ -373,8 +373,21 @@ def test_decode_scaling_keeps_its_rows_and_goes_on(
         assert len(measured) == 3 + 4 and rows(kept) == rows(whole / "decode_scaling.json")
     assert uninterrupted.split("Held equal")[1].split("ms/step")[0] in capsys.readouterr().out
 
-    assert decode_scaling.main([*arguments, "--steps", "3"]) == 2
-    assert "measured with steps = 2, now it is 3: give another --out" in capsys.readouterr().err
+    for name, before, now in (("steps", 2, 3), ("min-tokens", 96, 192)):
+        assert decode_scaling.main([*arguments, f"--{name}", str(now)]) == 2
+        message = f"measured with {name.replace('-', '_')} = {before}, now it is {now}: give another --out"
+        assert message in capsys.readouterr().err
+    # Older releases did not name the default; a row of another machine is told.
+    data = json.loads(kept.read_text())
+    assert data.pop("min_tokens") == 96
+    data["rows"][0]["machine"]["cpu"] = "elsewhere"
+    kept.write_text(json.dumps(data))
+    assert decode_scaling.main(arguments) == 2
+    assert "measured with min_tokens = 1024, now it is 96" in capsys.readouterr().err
+    kept.write_text(json.dumps({**data, "min_tokens": 96}))
+    assert decode_scaling.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert '1 row measured on {"cpu": "elsewhere"' in shown and "5 rows measured on" in shown
     kept.write_text('{"rows": 3}')
     assert decode_scaling.main(arguments) == 2
     assert "does not hold rows" in capsys.readouterr().err

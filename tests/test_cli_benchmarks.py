@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,66 @@ def test_processes_that_restart_together_keep_what_one_of_them_has_redone(
     data = load(out, "perplexity-full.json")
     assert data["restart"] != first and "shared" not in data["scores"][0]
     assert sorted(path.name for path in out.iterdir() if path.name.startswith(".process")) == []
+
+
+def test_a_restart_redoes_what_a_process_without_it_was_measuring(
+    checkpoint: str,
+    text_file: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = [
+        "eval",
+        "perplexity",
+        checkpoint,
+        *MACHINE,
+        "--caches",
+        "full,streaming_llm",
+        "--retention-ratio",
+        "0.5",
+    ]
+    command += ["--text", text_file, "--lengths", "200", "--limit", "1", "--out", str(tmp_path)]
+    full, other = (tmp_path / f"perplexity-{label}.json" for label in ("full", "streaming_llm-0.5"))
+    assert cli.main(command) == 0
+    before = full.read_text()
+    waited: list[str] = []
+    with ExitStack() as another:
+        assert another.enter_context(held_lock(tmp_path / ".perplexity-full.lock", wait=False))
+
+        def sleep(seconds: float) -> None:
+            waited.append(full.read_text())
+            assert load(tmp_path, other.name)["restart"]  # the rest comes first
+            if len(waited) == 2:
+                another.close()
+
+        monkeypatch.setattr("time.sleep", sleep)
+        assert cli.main([*command, "--restart"]) == 0
+    assert waited == [before] * 2
+    assert load(tmp_path, full.name)["restart"] == load(tmp_path, other.name)["restart"]
+    shown = capsys.readouterr().err
+    assert "left to another process, which is measuring it; --restart comes back to it" in shown
+    assert shown.count("full.json: waiting for the process") == 1
+    # Nobody waits for a process that restarts too.
+    with joined(tmp_path) as beside, held_lock(tmp_path / ".perplexity-full.lock", wait=False):
+        data = load(tmp_path, full.name)
+        full.write_text(json.dumps({**data, "restart": beside.join_restart("perplexity")}))
+        assert cli.main([*command, "--restart"]) == 0
+    assert len(waited) == 2 and not list(tmp_path.glob(".perplexity-full.lock"))
+
+
+def test_who_joins_a_restart_with_other_settings_is_told_so(tmp_path: Path) -> None:
+    reader, path = ContextReader(tiny_llama(), tiny_tokenizer()), tmp_path / "run.json"
+    sample = {"task": "a", "length": None, "score": 0.5}
+    run = open_run("ruler", reader, {"seed": 0}, path=path, restart="together")
+    run_items(run, [("a/0", lambda: sample)], path, data={"a/0": "mine"}, restart="together", progress=False)
+    begun, after = "run.json: another process is restarting this benchmark with", "wait for it, or give another --out"
+    with pytest.raises(ValueError, match=f"{begun} another seed .seed: 0 there, 1 now.; {after}"):
+        open_run("ruler", reader, {"seed": 1}, path=path, restart="together")
+    run = open_run("ruler", reader, {"seed": 0}, path=path, restart="together")
+    with pytest.raises(ValueError, match=f"{begun} other data .a/0.; {after}"):
+        run_items(run, [], path, data={"a/0": "yours"}, restart="together", progress=False)
+    assert not open_run("ruler", reader, {"seed": 1}, path=path, restart="alone").samples
 
 
 @pytest.mark.usefixtures("short_answers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
@@ -173,11 +174,12 @@ print(p.packaged_model_dir("fake", {str(tmp_path / "cache")!r}, local_wheels={st
     assert len(visible(tmp_path / "cache")) == 1
 
 
+@pytest.mark.parametrize("error", [NotImplementedError("no locks"), OSError(errno.ENOLCK, "no locks")])
 def test_without_working_locks_the_first_result_stays(
-    wheels: Path, conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wheels: Path, conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def no_locks(self: Any, timeout: float | None = None) -> None:
-        raise NotImplementedError("this file system has no locks")
+        raise error
 
     monkeypatch.setattr("filelock.FileLock.acquire", no_locks)
     final = tmp_path / "models" / f"fake-1.0-{packaged_model.FORMAT}"

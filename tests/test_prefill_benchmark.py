@@ -92,12 +92,26 @@ def test_bad_arguments(capsys):
     assert "64 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_decoding_after_pruning(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def decode(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(prefill.__file__).parent))
     spec = importlib.util.spec_from_file_location("pruned_decode", Path(prefill.__file__).parent / "pruned_decode.py")
-    decode = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(decode)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_decoding_looks_at_its_file_before_it_makes_a_model(decode, tmp_path, capsys, monkeypatch):
+    made = []
+    monkeypatch.setattr(decode, "make_model", lambda *args: made.append(args))
+    (tmp_path / "pruned_decode.json").write_text('{"rows": 3}')
+    arguments = ["--shape", "tiny", "--lengths", "64", "--out", str(tmp_path), "--device", "cpu", "--threads", "1"]
+    assert decode.main(arguments) == 2
+    assert "does not hold rows" in capsys.readouterr().err and not made
+
+
+@pytest.mark.slow
+def test_decoding_after_pruning(decode, tmp_path, capsys, monkeypatch):
     arguments = ["--shape", "tiny", "--lengths", "2000", "--batches", "1,3", "--steps", "2", "--out", str(tmp_path)]
     arguments += ["--device", "cpu", "--threads", "1"]
     assert decode.main(arguments) == 0

@@ -1,5 +1,8 @@
 """Processes that share a folder: whether there are others, and what a restart is."""
 
+import errno
+import sys
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,3 +58,36 @@ def test_joining_while_somebody_looks(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shared_folder, "held_lock", looked_at)
     with joined(tmp_path):
         assert len(set(names)) == 2 and (tmp_path / names[1]).exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has locks")
+@pytest.mark.parametrize("name", ["ENOSYS", "ENOTSUP", "EOPNOTSUPP", "ENOLCK"])
+def test_where_a_file_system_has_no_locks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody goes on as if alone. No files stand in for locks: those of a killed process would stay."""
+    import fcntl
+
+    def flock(*args: Any) -> None:
+        raise OSError(getattr(errno, name), "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for wait in (True, False):
+            with held_lock(tmp_path / "a.lock", wait=wait) as one, held_lock(tmp_path / "a.lock", wait=False) as two:
+                assert one and two
+        with joined(tmp_path) as one_of, joined(tmp_path) as another:
+            assert not one_of.has_others() and not another.has_others()
+            assert one_of.join_restart("ruler") != another.join_restart("ruler")
+    assert not list(tmp_path.glob(".process-*")) and not (tmp_path / "a.lock").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has locks")
+def test_other_errors_of_a_lock_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def flock(*args: Any) -> None:
+        raise OSError(errno.EIO, "a broken disk")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="a broken disk"), held_lock(tmp_path / "a.lock", wait=False):
+        pass
