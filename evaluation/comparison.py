@@ -448,7 +448,7 @@ def _ranking(pruned: Sequence[CacheResult]) -> list[str]:
         if most == least:
             lines.append(f"All pruned caches found equally many needles, {most} of {asked}.")
         else:
-            lines.append(f"Most needles among the pruned caches: {_and(best)}, {most} of {asked}; fewest: {least}.")
+            lines.append(f"Most needles among the pruned caches: {listed(best)}, {most} of {asked}; fewest: {least}.")
             # Two independent hit counts near half of n differ by chance by about sqrt(n / 2), one standard deviation.
             if most - least <= math.sqrt(asked / 2):
                 lines.append(f"With {asked} questions a difference of {most - least} may be chance.")
@@ -480,7 +480,8 @@ def _sentence(parts: Sequence[str]) -> str:
     return ", ".join(part for part in parts if part) + "."
 
 
-def _and(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them: "A", "A and B", "A, B and C"."""
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 

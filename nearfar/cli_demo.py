@@ -376,17 +376,22 @@ def _show_pruned(demo: Demo) -> Section:
     print()
     for line in comparison.plain_words(results):
         print(line)
-    best = max((result for result in measured if result.name != FULL), key=_found, default=None)
     said = f"{len(measured)} of {len(results)} caches measured"
-    if best is not None and best.needles_asked:
-        said += f"; {best.label} found most: {best.needles_found} of {best.needles_asked} needles"
-        said += f" in {comparison.format_bytes(best.cache_bytes)}"
+    said += _found_most([result for result in measured if result.name != FULL])
     title = "Pruned caches, ProxyKV" if "proxykv" in args.caches else "Pruned caches"
     return Section(title, said, failed=len(measured) < len(results))
 
 
-def _found(result: CacheResult) -> int:
-    return result.needles_found
+def _found_most(pruned: list[CacheResult]) -> str:
+    """Which pruned caches found most needles; empty where none were asked for."""
+    from nearfar.evaluation import comparison
+
+    most = max((result.needles_found for result in pruned), default=0)
+    best = [result for result in pruned if result.needles_found == most and result.needles_asked]
+    if not best:
+        return ""
+    names, size = comparison.listed([result.label for result in best]), comparison.format_bytes(best[0].cache_bytes)
+    return f"; {names} found most: {most} of {best[0].needles_asked} needles in {size}"
 
 
 # --- ProxyFormer -----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tiny_texts import english, tiny_llama, tiny_tokenizer
 from torch.nn import functional as F
 from transformers import DynamicCache
 
+from nearfar.cli_demo import _found_most
 from nearfar.evaluation import comparison
 from nearfar.evaluation.comparison import (
     CacheResult,
@@ -176,6 +177,13 @@ def _result(name: str, found: int = 0, perplexity: float | None = 20.0, **change
         decode_tokens_per_second=9.87,
     )
     return dataclasses.replace(result, **changes)
+
+
+def test_the_demo_names_all_that_found_most() -> None:
+    results = [_result("alpha", 3), _result("beta", 9), _result("gamma", 9), _result("delta", 9)]
+    assert _found_most(results) == "; Beta, Gamma and Delta found most: 9 of 12 needles in 27.0 MB"
+    assert _found_most(results[:2]) == "; Beta found most: 9 of 12 needles in 27.0 MB"
+    assert _found_most([]) == _found_most([_result("alpha", needles_asked=0, answers=[])]) == ""
 
 
 FULL = _result("full", 11, 26.0, kept_pairs=276480, cache_bytes=135e6)
