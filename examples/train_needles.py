@@ -13,9 +13,10 @@ needle, 512 with 8, 2,048 with 25 and 8,192 with 50, some minutes on one GPU. It
 
 The same command with --resume goes on with a run that was interrupted. `--plan long` ends with 65,536 tokens, `--plan
 paper` is the paper's curriculum, and `--write-plan FILE` writes a plan to edit and give back as --plan-file. The
-paper's tokenizer is --tokenizer gpt2, in which a passkey takes two or three tokens. --prepare-only makes data/ on a
-machine without a GPU; elsewhere --data names it, without --text. On several GPUs each process adds a batch of
-its own: `accelerate launch --num_processes 8 examples/train_needles.py …`.
+paper's tokenizer is --tokenizer gpt2, in which a passkey takes two or three tokens and its name one: take `--plan
+merged` for it. --prepare-only makes data/ on a machine without a GPU; elsewhere --data names it, without --text.
+--start-from MODEL trains a checkpoint on, for instance with a plan of longer documents. On several GPUs each process
+adds a batch of its own: `accelerate launch --num_processes 8 examples/train_needles.py …`.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ from nearfar.training.run_folder import check_run, replaced_folder, write_json, 
 HELD_OUT = 0.1
 # What must be equal for a run to be gone on with.
 SETTINGS = (
-    "hidden_size", "layers", "heads", "compression_ratio", "sharpen", "seconds", "seed", "bf16", "pure_bf16",
-    "processes",
+    "hidden_size", "layers", "heads", "compression_ratio", "start_from", "sharpen", "seconds", "seed", "bf16",
+    "pure_bf16", "processes",
 )  # fmt: skip
 
 
@@ -115,26 +116,38 @@ def load_data(options: argparse.Namespace) -> tuple[Any, torch.Tensor, torch.Ten
 
 
 def make_model(options: argparse.Namespace, tokenizer: Any, templates: NeedleTemplates) -> ProxyFormerForCausalLM:
-    """Random float32 weights; a generation block holds a question and its answer."""
-    ratio = options.compression_ratio
-    text = templates.max_query_tokens + templates.max_answer_tokens
+    """Float32 weights, random or those of --start-from; a generation block holds a question and its answer."""
     longest = max([stage.length for stage in options.plan_object.stages if stage.history], default=0)
-    config = ProxyFormerConfig(
-        vocab_size=-(-len(tokenizer) // 64) * 64,
-        hidden_size=options.hidden_size,
-        history_hidden_size=min(64, options.hidden_size // 2),
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        compression_ratio=ratio,
-        generation_block_size=-(-max(text, ratio) // ratio) * ratio,
-        # Changes nothing in training, which has no longer documents.
-        proxy_sharpen_from=max(2, -(-longest // ratio)) if options.sharpen else None,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    set_seed(options.seed)
-    return ProxyFormerForCausalLM(config)
+    if options.start_from:
+        model = ProxyFormerForCausalLM.from_pretrained(options.start_from, dtype=torch.float32)
+        own = AutoTokenizer.from_pretrained(options.start_from)
+        if own.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(
+                f"{options.start_from} has another tokenizer than {options.data}: make --data with its own"
+            )
+        config = model.config
+        if not config.has_proxies:
+            raise ValueError(f"{options.start_from} is a plain decoder, without proxies")
+    else:
+        ratio = options.compression_ratio
+        text = templates.max_query_tokens + templates.max_answer_tokens
+        config = ProxyFormerConfig(
+            vocab_size=-(-len(tokenizer) // 64) * 64,
+            hidden_size=options.hidden_size,
+            history_hidden_size=min(64, options.hidden_size // 2),
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.heads,
+            compression_ratio=ratio,
+            generation_block_size=-(-max(text, ratio) // ratio) * ratio,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        set_seed(options.seed)
+        model = ProxyFormerForCausalLM(config)
+    # Changes nothing in training, which has no longer documents.
+    config.proxy_sharpen_from = max(2, -(-longest // max(config.ratios))) if options.sharpen else None
+    return model
 
 
 def save_model(folder: Path, model: ProxyFormerForCausalLM, tokenizer: Any) -> None:
@@ -161,6 +174,7 @@ def model_card(options: argparse.Namespace, model: ProxyFormerForCausalLM, run: 
         for row in result["accuracy"]
     )
     plan = options.plan_object
+    start = f"; weights started from {options.start_from}" if options.start_from else ""
     return f"""---
 {data.to_yaml()}
 ---
@@ -175,7 +189,7 @@ documents, as in Section 5.3 of the ProxyFormer paper. It is no general language
 - trained {result["steps"]:,} steps in {result["seconds"]:,.0f} s on {machine_name(run["machine"])}; it ended for:
   {result["ended"]}
 - plan `{plan.name}`: {plan.optimizer} at {plan.learning_rate:g}, clip {plan.clip:g}, batches a step:
-  {plan.accumulation}, seed {options.seed}
+  {plan.accumulation}, seed {options.seed}{start}
 - nearfar {__version__}, torch {torch.__version__}, transformers {transformers.__version__}
 
 Stages left (tokens/needles × documents·questions):
@@ -310,10 +324,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
 
     add = parser.add_argument_group("model").add_argument
-    add("--hidden-size", type=int, default=512)
-    add("--layers", type=int, default=10)
+    add(
+        "--start-from", metavar="MODEL", help="a checkpoint's weights and sizes in place of random ones of these sizes"
+    )
+    add("--hidden-size", type=int, help="default: 512")
+    add("--layers", type=int, help="default: 10")
     add("--heads", type=int, help="default: of 64 numbers each")
-    add("--compression-ratio", type=int, default=64, help="P, tokens a proxy")
+    add("--compression-ratio", type=int, help="P, tokens a proxy (default: 64)")
     add("--sharpen", action=argparse.BooleanOptionalAction, default=True,
         help="scale queries by the logarithm of how many proxies they see, beyond the longest stage's")  # fmt: skip
 
@@ -399,17 +416,25 @@ def resolve(options: argparse.Namespace) -> None:
         raise ValueError("give --steps or --seconds")
     if options.eval_needles is not None and options.eval_needles < 1:
         raise ValueError(f"--eval-needles must be at least 1, got {options.eval_needles}")
+    sizes = {"hidden_size": 512, "layers": 10, "heads": None, "compression_ratio": 64}
+    for name, default in sizes.items():
+        given = getattr(options, name)
+        if options.start_from and given is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is the checkpoint's with --start-from: leave it out")
+        if given is None and not options.start_from:
+            setattr(options, name, default)
     for name in (
         "hidden_size", "layers", "compression_ratio", "vocabulary", "tokenizer_characters", "background_tokens",
         "eval_batch_size",
     ):  # fmt: skip
-        if getattr(options, name) < 1:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     options.eval_counts = document_counts(options.eval_lengths, options.eval_documents)
-    if options.heads is None:
-        options.heads = max(1, options.hidden_size // 64)
-    if options.heads < 1 or options.hidden_size % options.heads:
-        raise ValueError(f"--heads must divide --hidden-size, got {options.heads} and {options.hidden_size}")
+    if not options.start_from:
+        if options.heads is None:
+            options.heads = max(1, options.hidden_size // 64)
+        if options.heads < 1 or options.hidden_size % options.heads:
+            raise ValueError(f"--heads must divide --hidden-size, got {options.heads} and {options.hidden_size}")
     options.cpu = options.cpu or not torch.accelerator.is_available()
     options.bf16 = not options.cpu if options.bf16 is None else options.bf16
     options.data = options.data or options.output / "data"
@@ -461,6 +486,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if finished:
             state.print(f"{options.output}: finished already")
             return 0
+        asked = any(stage.question_weight for stage in options.plan_object.stages)
+        if not templates.single_digits and not asked and not options.start_from:
+            state.print(
+                "note: this tokenizer merges digits, so that names of passkeys are tokens of their own; plans without "
+                "question_weight were seen to stay at chance then. --plan merged has it.", file=sys.stderr,
+            )  # fmt: skip
         trainer = make_trainer(options, templates, text)
     except (ValueError, OSError, ImportError) as error:
         parser.error(" ".join(str(error).split()))

@@ -97,6 +97,7 @@ def test_built_in_plans_are_the_designs() -> None:
         ({"leave_at": 1.5}, "leave_at must be above 0 and at most 1, got 1.5"),
         ({"history": False}, "one query, got queries = 2"),
         ({"max_steps": 0}, "max_steps"),
+        ({"question_weight": -1.0}, "question_weight must be 0 or more, got -1.0"),
     ],
 )
 def test_bad_stages(changes: dict[str, Any], message: str) -> None:
@@ -225,6 +226,45 @@ def test_loss_is_the_models_own(documents: NeedleDocuments, rope: bool, weight: 
     right = (logits.argmax(-1) == labels[:, 1:]) | (labels[:, 1:] == -100)
     assert float(quiet.exact) == pytest.approx(float(right.all(-1).double().mean()))
     assert float(quiet.loss) == float(quiet.cross_entropy), "the middle head is for training"
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_questions_own_loss_is_the_models_own(documents: NeedleDocuments, history: bool) -> None:
+    """In nats a question, of both heads, and beside the answers' loss."""
+    model = model_for(documents, auxiliary_loss_weight=0.3)
+    stage = STAGE if history else dataclasses.replace(STAGE, history=False, queries=1, documents=8)
+    apply_stage(model, stage, 32, 20)
+    batch = batch_of(documents, stage)
+    result = needle_loss(model, batch, history, question_weight=0.7)
+    result.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    texts = batch.input_ids.flatten(0, 1)
+    answers = batch.labels.flatten(0, 1)
+    inside = torch.arange(texts.shape[1]) < batch.query_lengths.flatten()[:, None]
+    questions = torch.where(inside, texts, -100)
+    questions[:, 0] = -100  # nothing in the question tells its first token
+    given: dict[str, Any] = {"history_ids": batch.documents}
+    if not history:
+        given, nothing = {}, torch.full_like(batch.documents, -100)
+        texts = torch.cat((batch.documents, texts), 1)
+        answers, questions = torch.cat((nothing, answers), 1), torch.cat((nothing, questions), 1)
+    count = int((questions != -100).sum())
+    assert count == int((batch.query_lengths - 1).sum()) and len({*batch.query_lengths.flatten().tolist()}) > 1
+    own = model(texts, labels=answers, **given).loss
+    own = own + 0.7 * model(texts, labels=questions, **given).loss * count / len(texts)
+    own.backward()
+    logits = model(texts, **given).logits[:, :-1].flatten(0, 1)
+    words = torch.nn.functional.cross_entropy(logits, questions[:, 1:].flatten(), reduction="sum")
+    assert float(result.question) == pytest.approx(float(words.detach()) / len(texts), rel=1e-10), "of the last head"
+    assert float(result.loss.detach()) == pytest.approx(float(own.detach()), rel=1e-10)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-8, atol=1e-12)
+    quiet = needle_loss(model.eval(), batch, history)
+    assert float(result.cross_entropy) == pytest.approx(float(quiet.cross_entropy)), "answers alone"
+    assert float(quiet.question) == 0
 
 
 def test_exact_answers_are_counted(documents: NeedleDocuments) -> None:

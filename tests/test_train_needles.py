@@ -28,7 +28,7 @@ from nearfar.training.needle_training import LOG_NAME, NeedleTrainer, NeedleTrai
 SCRIPT = Path(__file__).parent.parent / "examples" / "train_needles.py"
 STAGES = (
     NeedleStage(48, 1, 4, 1, max_steps=2, history=False),
-    NeedleStage(48, 1, 8, 1, max_steps=4),
+    NeedleStage(48, 1, 8, 1, max_steps=4, question_weight=0.5),
     NeedleStage(96, 3, 4, 3, rope=False),
 )
 PLAN = NeedlePlan(name="tiny", stages=STAGES, steps=10, warmup_steps=2, dense=0.2)
@@ -77,6 +77,7 @@ def test_stages_follow_one_another(documents: NeedleDocuments, tmp_path: Path) -
     assert [(entry["steps"], entry["reason"]) for entry in result["left"]] == [(2, "2 steps"), (4, "4 steps")]
     lines = log_of(tmp_path)
     assert [(line["step"], line["stage"]) for line in lines] == [(2, 0), (4, 1), (6, 1), (8, 2), (10, 2)]
+    assert [line.get("question_loss", 0) > 0 for line in lines] == [line["stage"] == 1 for line in lines]
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
     assert lines[-1]["learning_rate"] < lines[1]["learning_rate"]
     for name, parameter in run.model.named_parameters():
@@ -260,6 +261,37 @@ def arguments(files: Path, output: Path, *more: object) -> list[str]:
         "--eval-lengths", 96, 200, "--eval-documents", 2, "--log-every", 2, "--save-every", 2, "--cpu", *more,
     )  # fmt: skip
     return [str(argument) for argument in common]
+
+
+def test_script_trains_a_checkpoint_on(
+    script: ModuleType, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    quick = ("--eval-documents", 1, "--steps", 4)
+    assert script.main(arguments(files, first, *quick)) == 0
+    sizes = ("--hidden-size", "--layers", "--heads", "--compression-ratio")
+    longer = NeedlePlan(name="longer", stages=(NeedleStage(192, 3, 2, 3),), steps=2)
+    (tmp_path / "longer.json").write_text(json.dumps(longer.to_dict()), encoding="utf-8")
+    given = arguments(files, second, "--start-from", first / "model", "--seed", 1, "--learning-rate", 1e-9)
+    on = [word for i, word in enumerate(given) if word not in sizes and given[i - 1] not in sizes]
+    on[on.index("--plan-file") + 1] = str(tmp_path / "longer.json")
+    assert script.main(on) == 0
+    loaded = [ProxyFormerForCausalLM.from_pretrained(folder / "model") for folder in (first, second)]
+    for one, other in zip(*(model.parameters() for model in loaded), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert [model.config.proxy_sharpen_from for model in loaded] == [12, 24], "of the longest stage, in proxies"
+    card = (second / "model" / "README.md").read_text(encoding="utf-8")
+    assert f"weights started from {first / 'model'}" in card
+
+    def refused(*arguments: str) -> str:
+        with pytest.raises(SystemExit):
+            script.main([*arguments])
+        return capsys.readouterr().err
+
+    assert "--layers is the checkpoint's with --start-from" in refused(*on, "--layers", "3")
+    on[on.index("--output") + 1] = str(tmp_path / "third")
+    on[on.index("--data") + 1] = str(tmp_path / "other")
+    assert "another tokenizer" in refused(*on, "--vocabulary", "300")
 
 
 def test_script_from_end_to_end(

@@ -40,6 +40,7 @@ from nearfar.training.matrix_optimizer import make_optimizer
 from nearfar.training.needle_curriculum import (
     Curriculum,
     NeedlePlan,
+    NeedleStage,
     apply_stage,
     learning_rate_factor,
     needle_loss,
@@ -205,9 +206,9 @@ class NeedleTrainer:
         apply_stage(self.model, stage, self.block_size, self.text_tokens)
         if self.working is not self.model:
             apply_stage(self.working, stage, self.block_size, self.text_tokens)
-        runner = _StageRunner(self.objective, stage.history, self._autocast, self._graphs(), self.plan.accumulation)
+        runner = _StageRunner(self.objective, stage, self._autocast, self._graphs(), self.plan.accumulation)
         total, every = self.plan.steps, self.options.log_every
-        sums = torch.zeros(3, device=self.device)
+        sums = torch.zeros(4, device=self.device)
         first = since = self.step
         reason = ""
         if self.device.type == "cuda":
@@ -236,7 +237,7 @@ class NeedleTrainer:
                 self.elapsed = self._agreed(now)
                 sums.zero_()
                 since = self.step
-                loss, accuracy, exact = values
+                loss, question, accuracy, exact = values
                 left = self.curriculum.update(steps, loss, exact)
                 if self.curriculum.finished:
                     reason = left or "the last stage was left"
@@ -256,6 +257,8 @@ class NeedleTrainer:
                     "learning_rate": self.rates[0] * factor,
                     "milliseconds_per_step": round(1000 * speed, 2),
                 }
+                if stage.question_weight:
+                    line["question_loss"] = question
                 if left or reason:
                     line["left"] = left or reason
                     line["stage_steps"] = self.step - first
@@ -459,9 +462,9 @@ class _Objective(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: NeedleBatch, history: bool) -> tuple[Tensor, Tensor]:
-        result = needle_loss(self.model, batch, history)
-        return result.loss, torch.stack((result.cross_entropy, result.token_accuracy, result.exact))
+    def forward(self, batch: NeedleBatch, stage: NeedleStage) -> tuple[Tensor, Tensor]:
+        result = needle_loss(self.model, batch, stage.history, stage.question_weight)
+        return result.loss, torch.stack((result.cross_entropy, result.question, result.token_accuracy, result.exact))
 
 
 class _StageRunner:
@@ -474,12 +477,12 @@ class _StageRunner:
     def __init__(
         self,
         objective: nn.Module,
-        history: bool,
+        stage: NeedleStage,
         autocast: Callable[[], Any],
         graphs: bool,
         accumulation: int,
     ) -> None:
-        self.objective, self.history, self.autocast, self.graphs = objective, history, autocast, graphs
+        self.objective, self.stage, self.autocast, self.graphs = objective, stage, autocast, graphs
         self.accumulation = accumulation
         self.recorded = False
         self._parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
@@ -491,7 +494,7 @@ class _StageRunner:
             parameter.grad = None
 
     def run(self, batch: NeedleBatch) -> Tensor:
-        """Cross-entropy, accuracy and share of exact answers `(3,)`; gradients are left in the parameters."""
+        """Cross-entropy, the question's loss, accuracy, share of exact answers `(4,)`; parameters get gradients."""
         first = self._count % self.accumulation == 0
         self._count += 1
         if self._graph is None and self.graphs and first and self._count > _WARM_UP_BATCHES:
@@ -511,7 +514,7 @@ class _StageRunner:
 
     def _passes(self, batch: NeedleBatch) -> Tensor:
         with self.autocast():
-            loss, figures = self.objective(batch, self.history)
+            loss, figures = self.objective(batch, self.stage)
         (loss / self.accumulation).backward()
         return figures
 
@@ -522,7 +525,7 @@ class _StageRunner:
             with warnings.catch_warnings(), self.autocast():
                 warnings.simplefilter("ignore")  # it says that it is a prototype
                 torch.cuda.set_sync_debug_mode("error")
-                self.objective(batch, self.history)
+                self.objective(batch, self.stage)
         except RuntimeError as error:
             warnings.warn(f"no CUDA graph, because the model waits for the GPU: {error}", stacklevel=2)
             self.graphs = False
