@@ -35,7 +35,7 @@ import numpy as np
 import torch
 import transformers
 from accelerate import PartialState
-from transformers import AutoTokenizer, set_seed
+from transformers import AutoTokenizer, PreTrainedConfig, set_seed
 
 from nearfar import ProxyFormerConfig, ProxyFormerForCausalLM, __version__
 from nearfar.evaluation.card_data import Metric, card_data
@@ -117,37 +117,56 @@ def load_data(options: argparse.Namespace) -> tuple[Any, torch.Tensor, torch.Ten
 
 def make_model(options: argparse.Namespace, tokenizer: Any, templates: NeedleTemplates) -> ProxyFormerForCausalLM:
     """Float32 weights, random or those of --start-from; a generation block holds a question and its answer."""
-    longest = max([stage.length for stage in options.plan_object.stages if stage.history], default=0)
     if options.start_from:
-        model = ProxyFormerForCausalLM.from_pretrained(options.start_from, dtype=torch.float32)
         own = AutoTokenizer.from_pretrained(options.start_from)
         if own.get_vocab() != tokenizer.get_vocab():
             raise ValueError(
-                f"{options.start_from} has another tokenizer than {options.data}: make --data with its own"
+                f"{options.data} was not made with the tokenizer of {options.start_from}: give another --data"
             )
-        config = model.config
-        if not config.has_proxies:
-            raise ValueError(f"{options.start_from} is a plain decoder, without proxies")
-    else:
-        ratio = options.compression_ratio
-        text = templates.max_query_tokens + templates.max_answer_tokens
-        config = ProxyFormerConfig(
-            vocab_size=-(-len(tokenizer) // 64) * 64,
-            hidden_size=options.hidden_size,
-            history_hidden_size=min(64, options.hidden_size // 2),
-            num_hidden_layers=options.layers,
-            num_attention_heads=options.heads,
-            compression_ratio=ratio,
-            generation_block_size=-(-max(text, ratio) // ratio) * ratio,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        set_seed(options.seed)
-        model = ProxyFormerForCausalLM(config)
-    # Changes nothing in training, which has no longer documents.
-    config.proxy_sharpen_from = max(2, -(-longest // max(config.ratios))) if options.sharpen else None
-    return model
+        config = start_config(options.start_from)
+        if options.sharpen is not None:
+            config.proxy_sharpen_from = most_proxies(options.plan_object, config.ratios) if options.sharpen else None
+        return ProxyFormerForCausalLM.from_pretrained(options.start_from, config=config, dtype=torch.float32)
+    ratio = options.compression_ratio
+    text = templates.max_query_tokens + templates.max_answer_tokens
+    config = ProxyFormerConfig(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=options.hidden_size,
+        history_hidden_size=min(64, options.hidden_size // 2),
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        compression_ratio=ratio,
+        generation_block_size=-(-max(text, ratio) // ratio) * ratio,
+        # Changes nothing in training, which has no longer documents.
+        proxy_sharpen_from=most_proxies(options.plan_object, [ratio]) if options.sharpen else None,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    set_seed(options.seed)
+    return ProxyFormerForCausalLM(config)
+
+
+def start_config(checkpoint: str) -> ProxyFormerConfig:
+    """Of a checkpoint to train on.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is no ProxyFormer, or one without proxies.
+    """
+    found = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
+    if found != ProxyFormerConfig.model_type:
+        raise ValueError(f"--start-from wants a ProxyFormer, and {checkpoint} is {found!r}")
+    config = ProxyFormerConfig.from_pretrained(checkpoint)
+    if not config.has_proxies:
+        raise ValueError(f"--start-from wants proxies, and {checkpoint} is a plain decoder (compression_ratio=None)")
+    return config
+
+
+def most_proxies(plan: NeedlePlan, ratios: Sequence[int]) -> int:
+    """Of a document of the plan's longest stage; at least 2."""
+    longest = max([stage.length for stage in plan.stages if stage.history], default=0)
+    return max(2, -(-longest // max(ratios)))
 
 
 def save_model(folder: Path, model: ProxyFormerForCausalLM, tokenizer: Any) -> None:
@@ -174,7 +193,7 @@ def model_card(options: argparse.Namespace, model: ProxyFormerForCausalLM, run: 
         for row in result["accuracy"]
     )
     plan = options.plan_object
-    start = f"; weights started from {options.start_from}" if options.start_from else ""
+    start = f"; trained on from {options.start_from}" if options.start_from else ""
     return f"""---
 {data.to_yaml()}
 ---
@@ -253,7 +272,7 @@ def evaluate(
 
 
 def make_trainer(options: argparse.Namespace, templates: NeedleTemplates, text: torch.Tensor) -> NeedleTrainer:
-    """A random model and what trains it."""
+    """A model, random or of --start-from, and what trains it."""
     return NeedleTrainer(
         make_model(options, templates.tokenizer, templates),
         options.plan_object,
@@ -331,8 +350,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--layers", type=int, help="default: 10")
     add("--heads", type=int, help="default: of 64 numbers each")
     add("--compression-ratio", type=int, help="P, tokens a proxy (default: 64)")
-    add("--sharpen", action=argparse.BooleanOptionalAction, default=True,
-        help="scale queries by the logarithm of how many proxies they see, beyond the longest stage's")  # fmt: skip
+    add("--sharpen", action=argparse.BooleanOptionalAction, default=None,
+        help="scale queries by the logarithm of how many proxies they see, beyond the longest stage's "
+        "(default: yes; with --start-from as the checkpoint has it)")  # fmt: skip
 
     add = parser.add_argument_group("text").add_argument
     add("--text", nargs="+", metavar="PATH", help=".txt and .md, also .xz and .gz, or folders of them")
@@ -423,6 +443,11 @@ def resolve(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is the checkpoint's with --start-from: leave it out")
         if given is None and not options.start_from:
             setattr(options, name, default)
+    if options.start_from:
+        start_config(options.start_from)
+        options.tokenizer = options.tokenizer or options.start_from
+    elif options.sharpen is None:
+        options.sharpen = True
     for name in (
         "hidden_size", "layers", "compression_ratio", "vocabulary", "tokenizer_characters", "background_tokens",
         "eval_batch_size",
@@ -487,10 +512,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             state.print(f"{options.output}: finished already")
             return 0
         asked = any(stage.question_weight for stage in options.plan_object.stages)
-        if not templates.single_digits and not asked and not options.start_from:
+        if not (templates.single_digits or asked or options.start_from):
             state.print(
-                "note: this tokenizer merges digits, so that names of passkeys are tokens of their own; plans without "
-                "question_weight were seen to stay at chance then. --plan merged has it.", file=sys.stderr,
+                'note: this tokenizer merges digits, so that a passkey\'s name is a token of its own. The plan "fast" '
+                'was seen to stay at chance then; "merged" asks for the names as well.', file=sys.stderr,
             )  # fmt: skip
         trainer = make_trainer(options, templates, text)
     except (ValueError, OSError, ImportError) as error:

@@ -83,8 +83,6 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
         if not self.has_proxies:
             return
         self.ratio = config.ratios[layer_idx]
-        self.query_scale = float(config.proxy_query_scale)
-        self.sharpen_from = config.proxy_sharpen_from
         self.proxy_gate = nn.Linear(config.hidden_size, heads)
         self.has_own_projections = config.separate_proxy_kv
         if self.has_own_projections:
@@ -133,7 +131,7 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
         else:
             attended = _attend_grid(turned_query, turned_key, value, view, layer)
 
-        question = (turned_query if view.turns_proxies else query) * self.query_scale
+        question = (turned_query if view.turns_proxies else query) * float(self.config.proxy_query_scale)
         told = self._read(question, proxies, view, layer)
         if told is not None:
             gate = self.proxy_gate(F.silu(normed)).transpose(1, 2)[..., None]  # (batch, heads, tokens, 1)
@@ -167,7 +165,7 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
             levels = layer.proxy_levels(self.groups)
             if levels is None:
                 return None
-            return read_proxies(query, levels, seen, view.grid.width, self.distances, self.sharpen_from)
+            return read_proxies(query, levels, seen, view.grid.width, self.distances, self.config.proxy_sharpen_from)
         if proxies is None:
             return None
         if view.recomputes and torch.is_grad_enabled():
@@ -186,7 +184,7 @@ class ProxyFormerLayer(GradientCheckpointingLayer):
                 whole = proxies.shape[1] // group * group
                 merged = self.merges[index - 1](proxies[:, :whole])
             levels.append(ProxyLevel(*self.project_proxies(merged, group), group))
-        return read_proxies(query, levels, seen, width, self.distances, self.sharpen_from)
+        return read_proxies(query, levels, seen, width, self.distances, self.config.proxy_sharpen_from)
 
     def project_proxies(
         self, proxies: torch.Tensor, group: int = 1, start: torch.Tensor | int = 0

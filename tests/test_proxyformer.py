@@ -176,6 +176,11 @@ def test_queries_of_long_histories_are_sharpened() -> None:
     assert (ragged[:1] - expected[:1]).abs().max() < 1e-10
     unscaled = model(query[1:], history_ids=history[1:, :9], use_cache=False).logits
     assert (ragged[1:] - unscaled).abs().max() < 1e-10
+    # Both can be set on a model that is there, as the configuration says.
+    model.config.proxy_sharpen_from = 3
+    assert torch.equal(model(tokens, use_cache=False).logits, other)
+    model.config.proxy_sharpen_from, model.config.proxy_query_scale = None, math.log(6) / math.log(3)
+    assert torch.equal(model(query, history_ids=history, use_cache=False).logits, expected)
 
 
 # --- two-input form --------------------------------------------------------------------------------------------------

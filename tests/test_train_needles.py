@@ -274,24 +274,44 @@ def test_script_trains_a_checkpoint_on(
     (tmp_path / "longer.json").write_text(json.dumps(longer.to_dict()), encoding="utf-8")
     given = arguments(files, second, "--start-from", first / "model", "--seed", 1, "--learning-rate", 1e-9)
     on = [word for i, word in enumerate(given) if word not in sizes and given[i - 1] not in sizes]
-    on[on.index("--plan-file") + 1] = str(tmp_path / "longer.json")
+
+    def put(name: str, value: object) -> None:
+        on[on.index(name) + 1] = str(value)
+
+    put("--plan-file", tmp_path / "longer.json")
+    put("--data", tmp_path / "data")
     assert script.main(on) == 0
     loaded = [ProxyFormerForCausalLM.from_pretrained(folder / "model") for folder in (first, second)]
     for one, other in zip(*(model.parameters() for model in loaded), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-    assert [model.config.proxy_sharpen_from for model in loaded] == [12, 24], "of the longest stage, in proxies"
+    assert [model.config.proxy_sharpen_from for model in loaded] == [12, 12], "as the checkpoint has it"
     card = (second / "model" / "README.md").read_text(encoding="utf-8")
-    assert f"weights started from {first / 'model'}" in card
+    assert f"trained on from {first / 'model'}" in card
+    for name, expected in (("--sharpen", 24), ("--no-sharpen", None)):
+        put("--output", tmp_path / name)
+        assert script.main([*on, name, "--eval-lengths"]) == 0
+        config = ProxyFormerConfig.from_pretrained(tmp_path / name / "model")
+        assert config.proxy_sharpen_from == expected, "of the longest stage, in proxies"
 
-    def refused(*arguments: str) -> str:
+    def refused(*more: object) -> str:
         with pytest.raises(SystemExit):
-            script.main([*arguments])
+            script.main([*on, *map(str, more)])
         return capsys.readouterr().err
 
-    assert "--layers is the checkpoint's with --start-from" in refused(*on, "--layers", "3")
-    on[on.index("--output") + 1] = str(tmp_path / "third")
-    on[on.index("--data") + 1] = str(tmp_path / "other")
-    assert "another tokenizer" in refused(*on, "--vocabulary", "300")
+    put("--output", tmp_path / "third")
+    assert "--layers is the checkpoint's with --start-from" in refused("--layers", 3)
+    put("--start-from", tmp_path / "nothing")
+    assert "nothing" in refused()
+    plain = tmp_path / "plain"
+    tiny_model(compression_ratio=None, generation_block_size=None).save_pretrained(plain)
+    put("--start-from", plain)
+    assert "is a plain decoder" in refused()
+    put("--start-from", first / "model")
+    put("--data", files / "other")
+    other = ("--vocabulary", 300, "--data", files / "other", "--prepare-only")
+    assert script.main(arguments(files, tmp_path / "x", *other)) == 0
+    del on[on.index("--text") : on.index("--text") + 2]
+    assert "was not made with the tokenizer of" in refused()
 
 
 def test_script_from_end_to_end(
@@ -386,7 +406,9 @@ def test_documents_by_length(script: ModuleType) -> None:
 
 
 @pytest.mark.slow  # all 100,000 passkeys are encoded
-def test_digits_that_merge_and_documents_by_length(script: ModuleType, files: Path, tmp_path: Path) -> None:
+def test_digits_that_merge_and_documents_by_length(
+    script: ModuleType, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A tokenizer such as GPT-2's, whose tokens of several digits make passkeys of unequal length; the long plan."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -414,6 +436,7 @@ def test_digits_that_merge_and_documents_by_length(script: ModuleType, files: Pa
         "--log-every", 1, "--save-every", 9,
     )  # fmt: skip
     assert script.main(arguments(files, tmp_path / "run", *more)) == 0
+    assert '"merged" asks for the names' in capsys.readouterr().err
     assert [line["stage"] for line in log_of(tmp_path / "run")] == [0, 1, 2, 3, 4]
     assert log_of(tmp_path / "run")[-1]["length"] == 2560
     results = NeedleResults.read(tmp_path / "run" / "needles.json")

@@ -71,8 +71,8 @@ class NeedleStage:
         rope: whether raw tokens are turned by a rotary embedding.
         question_weight: of the loss of the question itself, in nats a question. Of a question only the passkey's name
             is not known beforehand, so that this loss makes proxies keep the names they hold. Answers to questions
-            about a single needle do not, and where names are tokens of their own a model can then stay at chance as
-            soon as there are several needles.
+            about a single needle do not; where names are tokens of their own a model was seen to stay at chance as
+            soon as there were several needles.
 
     Raises:
         ValueError: a number out of range, or several questions about a document that is read as raw tokens.
@@ -261,7 +261,7 @@ NEEDLE_PLANS: dict[str, NeedlePlan] = {
     "merged": NeedlePlan(
         name="merged",
         stages=(
-            # Over a thousand tokens to copy in place of ten: most of the steps are this stage's.
+            # Most of the steps: answers are of over a thousand different tokens, not of ten.
             NeedleStage(256, 1, 256, 1, leave_at=0.5, question_weight=1.0),
             NeedleStage(512, 8, 64, 8, leave_at=0.6, question_weight=0.3),
             NeedleStage(2048, 25, 16, 25, leave_at=0.6),
