@@ -343,9 +343,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
 
     add = parser.add_argument_group("model").add_argument
-    add(
-        "--start-from", metavar="MODEL", help="a checkpoint's weights and sizes in place of random ones of these sizes"
-    )
+    add("--start-from", metavar="MODEL", help="train this checkpoint on, at its own sizes and with its tokenizer")
     add("--hidden-size", type=int, help="default: 512")
     add("--layers", type=int, help="default: 10")
     add("--heads", type=int, help="default: of 64 numbers each")
