@@ -154,7 +154,10 @@ def start_config(checkpoint: str) -> ProxyFormerConfig:
         OSError: there is none.
         ValueError: it is no ProxyFormer, or one without proxies.
     """
-    found = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
+    try:
+        found = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
+    except OSError as error:
+        raise OSError(f"--start-from {checkpoint}: {error}") from None
     if found != ProxyFormerConfig.model_type:
         raise ValueError(f"--start-from wants a ProxyFormer, and {checkpoint} is {found!r}")
     config = ProxyFormerConfig.from_pretrained(checkpoint)
