@@ -11,8 +11,7 @@ from nearfar import cli
 from nearfar.cli_eval import _ExamplesFormatter, _length, _share
 
 if TYPE_CHECKING:
-    from nearfar.configuration.configuration_axial_mapper import ProxyStates
-    from nearfar.training.mapper_pairs import MapperPairs
+    from nearfar.training.mapper_pairs import MapperPairs, PairSettings
 
 EXAMPLES = """\
 examples:
@@ -139,7 +138,7 @@ def _train_mapper(args: argparse.Namespace) -> int:
         save_every=args.save_every,
         loss=MapperLoss(scope=args.loss_scope),
     )
-    states = _states_to_store(args, folder) if args.proxy is not None else "none"
+    settings = _pair_settings(args, folder) if args.proxy is not None else None
     import torch
     from accelerate import PartialState
 
@@ -148,8 +147,8 @@ def _train_mapper(args: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     state = PartialState(cpu=device.type == "cpu")
     cli.set_threads(args, device)
-    if args.proxy is not None:
-        _compute(args, folder, states, state.device if args.device == "auto" else device)
+    if settings is not None:
+        _compute(args, folder, settings, state.device if args.device == "auto" else device)
         gc.collect()  # the models go before the mapper comes
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -202,17 +201,27 @@ def _check_arguments(args: argparse.Namespace) -> tuple[Path | None, Path]:
     return out, folder
 
 
-def _states_to_store(args: argparse.Namespace, folder: Path) -> ProxyStates:
-    """The proxy's states in the pairs to compute: all of a folder hold the same.
+def _pair_settings(args: argparse.Namespace, folder: Path) -> PairSettings:
+    """Of the pairs to compute: all of a folder have the same. Nothing is loaded for pairs that would be refused.
 
     Raises:
-        UserError: others were asked for than the folder holds, or a mapper that does not read them.
+        UserError: others were asked for than the folder has, or a mapper that does not read them.
     """
-    from nearfar.training.mapper_pairs import stored_states
+    from nearfar.training.mapper_pairs import PairSettings, stored_settings
 
-    held = stored_states(folder)
-    if held is None:
-        return args.proxy_states or "none"
+    stored = stored_settings(folder)
+    if stored is None:
+        return PairSettings(args.chunk_tokens, args.storage, args.proxy_states or "none")
+    for option, before, now in (
+        ("--chunk-tokens", stored.chunk_tokens, args.chunk_tokens),
+        ("--storage", stored.storage, args.storage),
+    ):
+        if before != now:
+            raise cli.UserError(
+                f"{folder} holds pairs computed with {option} {before}, and now it is {now}: give {option} {before}, "
+                "or another --pairs; leave out --proxy and --target to train on these pairs only"
+            )
+    held = stored.proxy_states
     # To train without values that are there takes no model.
     without = "leave out --proxy and --target to train on these pairs without the values"
     if args.proxy_states not in (None, held):
@@ -225,17 +234,16 @@ def _states_to_store(args: argparse.Namespace, folder: Path) -> ProxyStates:
             f"{folder} holds the proxy's values, which a mapper reads with --proxy-layers all: give that, or "
             f"--pairs-only to compute more; {without} (--proxy-states none)"
         )
-    return held
+    return stored
 
 
-def _compute(args: argparse.Namespace, folder: Path, states: ProxyStates, device: Any) -> None:
+def _compute(args: argparse.Namespace, folder: Path, settings: PairSettings, device: Any) -> None:
     """The pairs that are missing."""
     from nearfar.training.mapper_contexts import NEEDLES, PAPER_MIXTURE, mixture_contexts
-    from nearfar.training.mapper_pairs import PairSettings, compute_pairs
+    from nearfar.training.mapper_pairs import compute_pairs
     from nearfar.training.synthetic_contexts import SYNTHETIC
 
     sources = args.sources or list(PAPER_MIXTURE)
-    settings = PairSettings(args.chunk_tokens, args.storage, states)
     proxy_source, target_source = cli.model_source(args.proxy), cli.model_source(args.target)
     tokenizer = cli.load_tokenizer(args.tokenizer or target_source)
     haystack = None

@@ -433,7 +433,7 @@ def test_more_pairs_hold_the_states_that_are_there(
         mapper_pairs, "compute_pairs", lambda *args, **kwargs: computed.append(args[5].proxy_states) and 0
     )
     command = ["train-mapper", "--proxy", "o/small", "--target", "o/large", "--sources", "a.txt"]
-    command += ["--pairs", str(folder), "--device", "cpu", "--threads", "1"]
+    command += ["--pairs", str(folder), "--storage", "float32", "--device", "cpu", "--threads", "1"]
     only, read_all = [*command, "--pairs-only"], ["--proxy-layers", "all", "--layer-queries"]
 
     assert cli.main(only) == 2 and computed.pop() == "none"  # no pairs came of it
@@ -456,6 +456,30 @@ def test_more_pairs_hold_the_states_that_are_there(
     ):
         assert cli.main(options) == 2 and not computed
         assert message in capsys.readouterr().err
+
+
+def test_more_pairs_have_the_settings_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("something was loaded")
+
+    for name in ("model_source", "load_tokenizer", "load_model"):
+        monkeypatch.setattr(cli, name, never)
+    folder = tmp_path / "pairs"
+    write_pairs(folder, [40, 50])
+    before = (folder / "index-0.json").read_text()
+    command = ["train-mapper", "--proxy", "o/small", "--target", "o/large", "--sources", "a.txt"]
+    command += ["--pairs", str(folder), "--pairs-only", "--device", "cpu"]
+    for options, message in (
+        (["--storage", "float32", "--chunk-tokens", "150"], "--chunk-tokens 2000, and now it is 150: give --chunk-"),
+        ([], "computed with --storage float32, and now it is float16: give --storage float32, or another --pairs"),
+    ):
+        assert cli.main([*command, *options]) == 2
+        assert message in capsys.readouterr().err and (folder / "index-0.json").read_text() == before
+    (folder / "index-0.json").write_text(before.replace('"storage": "float32"', '"storage": "int3"'))
+    assert cli.main(command) == 2
+    assert "unknown settings" in capsys.readouterr().err
 
 
 def test_pairs_only(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
