@@ -16,7 +16,7 @@ from tiny_pairs import SMALL, add_states, write_pairs
 from tiny_texts import english, save_tiny_checkpoint
 from transformers import AutoModel
 
-from nearfar import HybridAxialMapper, cli, cli_train
+from nearfar import HybridAxialMapper, cli, cli_loading, cli_train
 from nearfar.training import mapper_contexts, mapper_pairs, mapper_training
 from nearfar.training.mapper_batches import ResidentPairs
 from nearfar.training.mapper_losses import MapperLoss
@@ -394,7 +394,7 @@ def test_the_command_from_end_to_end(
     def never(*args: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(cli, "load_model", never)
+    monkeypatch.setattr(cli_loading, "load_model", never)
     monkeypatch.setattr(
         sys, "argv", ["x", "--pairs", str(out / "pairs"), "--out", str(out), "--resume", "--steps", "4", *TINY]
     )
@@ -426,8 +426,8 @@ def test_more_pairs_hold_the_states_that_are_there(
     """Nothing is loaded for pairs that would be refused."""
     folder, computed = tmp_path / "pairs", []
     monkeypatch.setattr(cli_train.gc, "collect", lambda: 0)  # takes its time in a process of many tests
-    monkeypatch.setattr(cli, "load_tokenizer", lambda source: None)
-    monkeypatch.setattr(cli, "load_model", lambda source, *args: None)
+    monkeypatch.setattr(cli_loading, "load_tokenizer", lambda source: None)
+    monkeypatch.setattr(cli_loading, "load_model", lambda source, *args: None)
     monkeypatch.setattr(mapper_contexts, "mixture_contexts", lambda *args, **kwargs: [])
     monkeypatch.setattr(
         mapper_pairs, "compute_pairs", lambda *args, **kwargs: computed.append(args[5].proxy_states) and 0
@@ -465,7 +465,7 @@ def test_more_pairs_have_the_settings_that_are_there(
         raise AssertionError("something was loaded")
 
     for name in ("model_source", "load_tokenizer", "load_model"):
-        monkeypatch.setattr(cli, name, never)
+        monkeypatch.setattr(cli_loading, name, never)
     folder = tmp_path / "pairs"
     write_pairs(folder, [40, 50])
     before = (folder / "index-0.json").read_text()
