@@ -248,24 +248,29 @@ def run(args: argparse.Namespace) -> None:
     lengths = [args.min_tokens]
     while lengths[-1] * 2 <= args.max_tokens:
         lengths.append(lengths[-1] * 2)
-    missing = {
-        name: [length for length in lengths if not results.has(cache=name, tokens=length)] for name in args.caches
-    }
+
+    def missing(name: str) -> list[int]:
+        """What neither this process nor another with the same file has measured by now."""
+        return [length for length in lengths if not results.has(cache=name, tokens=length)]
 
     def over() -> bool:
         return args.seconds is not None and time.perf_counter() - begin >= args.seconds
 
-    with tqdm(total=sum(map(len, missing.values())), unit="length", dynamic_ncols=True) as bar:
-        for name, wanted in missing.items():
-            if not wanted:
+    names = list(dict.fromkeys(args.caches))
+    with tqdm(total=sum(len(missing(name)) for name in names), unit="length", dynamic_ncols=True) as bar:
+        for name in names:
+            if not missing(name):
                 continue
             label = CACHES[name].label
             cache = make_cache(name, model, budget=args.budget, **_options(args, name, model))
             generator = torch.Generator().manual_seed(args.seed)
             # What was measured before is read again: the cache is to be the same as in a run that goes through.
-            for length in lengths[: lengths.index(wanted[-1]) + 1]:
+            for length in lengths:
+                wanted = missing(name)
+                if not wanted:
+                    break
                 if over():
-                    left = ", ".join(f"{n:,}" for n in wanted if not results.has(cache=name, tokens=n))
+                    left = ", ".join(f"{n:,}" for n in wanted)
                     bar.write(f"{label} at {left}: not begun, --seconds are over", file=sys.stderr)
                     break
                 bar.set_description(f"{label} at {length:,}", refresh=True)

@@ -15,9 +15,9 @@ from nearfar.modeling.atomic_file import write_beside
 class KeptRows:
     """Rows, written to a file as they come; those of an earlier run are there already.
 
-    Several processes may add to one file: each takes in what the others have added whenever it adds a row itself. What
-    two of them measured alike counts once. Each row has the machine that it was measured on, which older files do not
-    tell.
+    Several processes may add to one file: each takes in what the others have added whenever it adds a row itself or
+    asks whether one is there. What two of them measured alike counts once. Each row has the machine that it was
+    measured on, which older files do not tell.
 
     Args:
         path: the file, made with the first row; None keeps nothing.
@@ -28,7 +28,7 @@ class KeptRows:
 
     Raises:
         ValueError: the file is not such a file, or its rows were measured with other settings or on another device;
-            also from `add`, where another process has begun the file meanwhile.
+            also from `has` and `add`, where another process has begun the file meanwhile.
     """
 
     def __init__(
@@ -44,12 +44,19 @@ class KeptRows:
         self.rows: list[dict[str, Any]] = []
         self._settings, self._unnamed = dict(settings), dict(unnamed or {})
         self._begun_on = self.machine  # what the file names for rows that name none
+        self._seen: tuple[int, ...] | None = None  # the file that was read last
         self._refresh()
 
     def _refresh(self) -> None:
-        """Take in what the file has."""
+        """Take in what the file has, if it is another than was read before."""
         path, settings = self.path, self._settings
         if path is None or not path.is_file():
+            return
+        # Files are replaced by new ones, never written into. Looked at before it is read: if it is replaced in
+        # between, it is read once too often.
+        status = path.stat()
+        seen = (status.st_ino, status.st_mtime_ns, status.st_size)
+        if seen == self._seen:
             return
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -66,10 +73,12 @@ class KeptRows:
                     f"{path} was measured with {name} = {before[name]!r}, now it is {value!r}: give another --out"
                 )
         self.rows[:] = [*rows, *(row for row in self.rows if self._order(row) not in there)]
-        self._begun_on = machine
+        self.rows.sort(key=self._order)
+        self._begun_on, self._seen = machine, seen
 
     def has(self, **key: Any) -> bool:
-        """Whether a row with these values is there."""
+        """Whether a row with these values is there, of this process or of another."""
+        self._refresh()
         return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -78,6 +87,7 @@ class KeptRows:
             self._put(row)
             return
         with held_lock(self.path.with_name(f".{self.path.stem}.lock")):
+            self._seen = None  # a clock may be coarse, and no row is to be lost
             self._refresh()
             self._put(row)
             record = {**self._settings, "machine": self._begun_on, "rows": self.rows}

@@ -19,6 +19,7 @@ A policy subclasses this and gives one method, `score`, which looks at keys and 
 import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,15 @@ from transformers import Cache, PreTrainedConfig
 from .attention_dispatch import AttentionCall, AttentionOutput
 from .budgets import ALLOCATIONS, Allocation, Candidates, check_budget, passing, select, weakest_kept
 from .context_file import read_context, write_context
+from .forward_pass import ForwardPass
 from .layer_state import CacheSnapshot, all_tensors, copy_layer_state, put_layer_state
-from .new_token_padding import new_tokens_valid
 from .prunable_models import attention_types, refuse_unsupported, text_config
 from .ragged_attention import ragged_attention
 from .ragged_decode import decode_attention
 from .ragged_layer import RaggedLayer
 from .received_attention import NO_COLUMN
 from .resting_pairs import QUANTIZATIONS, Quantization
+from .row_budgets import RowBudgets
 from .window_layer import WindowLayer
 
 # First tokens that every policy keeps unless the user says otherwise.
@@ -142,14 +144,9 @@ class PrunedCache(Cache):
         self.eviction_interval = eviction_interval
         self.offload_layers, self.quantization = offloading, quantization
         self._held = False
-        # Each row's budget, and whether a prefill has settled it (a ratio is of the tokens seen by then).
-        self._row_budgets: list[int] | None = None
-        self._budgets_settled = False
+        self._row_budgets = RowBudgets(budget, retention_ratio, sink_tokens)
         self._weakest_kept: list[torch.Tensor] | None = None
-        # What the layers of one forward pass share.
-        self._mask_memo: tuple[Any, torch.Tensor | None] | None = None
-        self._positions_memo: tuple[Any, torch.Tensor] | None = None
-        self._shared: dict[Hashable, tuple[tuple[Any, ...], torch.Tensor]] = {}
+        self._pass = ForwardPass()
         super().__init__(layers=self._make_layers())
 
     # -- the policy -------------------------------------------------------------------------------------------------
@@ -236,20 +233,23 @@ class PrunedCache(Cache):
             self._evict_when_due(layer)  # what is still here at the next pass has been accepted
         layer.device = call.keys.device
         layer.wake()
-        valid = self._validity(call.mask, batch, n)
-        positions = self._rotary_positions(layer, call.position_ids, valid, batch, n)
+        valid = self._pass.validity(call.mask, batch, n)
+        positions = self._pass.positions(call.position_ids, valid, batch, n, layer.device, layer.store.real_tokens)
         prefill = n > 1
         holding = self._held or layer.record_past
         if prefill and layer.is_first and not holding:
-            self._set_row_budgets(_added(layer.store.real_tokens, valid, n))
-            self._budgets_settled = True
+            self._row_budgets.settle(_added(layer.store.real_tokens, valid, n))
         first_column, layer.seen = layer.seen, layer.seen + n
         with torch.no_grad():
             keys, values = call.keys, call.values
             queries = self._queries(call, valid, first_column) if self.watches_queries else None
             if first_column == 0:
                 output = call.stock(call.keys, call.values, call.mask)
-                evicting = prefill and not holding and self._over_budget(_added(layer.store.real_tokens, valid, n))
+                evicting = (
+                    prefill
+                    and not holding
+                    and self._row_budgets.exceeded_by(_added(layer.store.real_tokens, valid, n))
+                )
                 if not evicting:
                     layer.store.append(keys, values, 0, positions, valid, self._spare(layer, n))
                 if queries is not None:
@@ -261,13 +261,13 @@ class PrunedCache(Cache):
                 output = self._attend_stored(layer, call, valid, first_column)
                 if queries is not None:
                     self.watch(layer, queries)
-                if prefill and not holding and self._over_budget(layer.store.real_tokens):
+                if prefill and not holding and self._row_budgets.exceeded_by(layer.store.real_tokens):
                     self._evict(layer)
             if layer.is_last and not prefill and not holding:
                 self._evict_when_due(layer)
         layer.rest()
         if layer.is_last:
-            self._forget_pass()
+            self._pass.forget()
         return output
 
     def _attend_stored(
@@ -289,36 +289,6 @@ class PrunedCache(Cache):
             None,
         )
 
-    def _validity(self, mask: Any, batch: int, n: int) -> torch.Tensor | None:
-        """`(batch, n)`, bool: which new tokens are real; None when all are. Read off the model's own mask."""
-        if mask is None:
-            return None
-        # All layers of a forward pass share the mask; reading it costs a synchronisation on a GPU.
-        if self._mask_memo is None or self._mask_memo[0] is not mask:
-            self._mask_memo = (mask, new_tokens_valid(mask, batch, n))
-        return self._mask_memo[1]
-
-    def _rotary_positions(
-        self, layer: RaggedLayer, position_ids: torch.Tensor | None, valid: torch.Tensor | None, batch: int, n: int
-    ) -> torch.Tensor:
-        """`(batch, n)`, int64: what the model says, or the count of real tokens before."""
-        assert layer.device is not None
-        if position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == n:
-            known = self._positions_memo
-            if known is None or known[0] is not position_ids or known[1].device != layer.device:
-                # A copy: they are needed until the next eviction, and the caller may count his own on in place.
-                copied = position_ids.detach().to(layer.device, torch.int64, copy=True).expand(batch, n)
-                self._positions_memo = known = (position_ids, copied)
-            return known[1]
-        device, real_tokens = layer.device, layer.store.real_tokens
-
-        def counted() -> torch.Tensor:
-            before = torch.tensor(real_tokens, device=device)[:, None]
-            steps = torch.arange(n, device=device).expand(batch, n) if valid is None else valid.cumsum(1) - 1
-            return (before + steps).clamp(min=0)
-
-        return self.once(("positions", tuple(real_tokens), n, device), counted, valid)
-
     def _queries(self, call: AttentionCall, valid: torch.Tensor | None, first_column: int) -> Queries:
         batch, _, n, _ = call.query.shape
         device = call.query.device
@@ -338,15 +308,7 @@ class PrunedCache(Cache):
             make: computes it.
             sources: objects it depends on; a layer that has others gets its own.
         """
-        known = self._shared.get(name)
-        if known is None or any(a is not b for a, b in zip(known[0], sources, strict=True)):
-            self._shared[name] = known = (sources, make())
-        return known[1]
-
-    def _forget_pass(self) -> None:
-        """Drop what the layers of one forward pass share."""
-        self._mask_memo = self._positions_memo = None
-        self._shared = {}
+        return self._pass.once(name, make, *sources)
 
     # -- eviction ---------------------------------------------------------------------------------------------------
 
@@ -355,8 +317,7 @@ class PrunedCache(Cache):
         layers = [layer for layer in self.ragged_layers if layer.seen > 0]
         if not layers:
             return
-        self._set_row_budgets(layers[0].store.real_tokens)
-        self._budgets_settled = True
+        self._row_budgets.settle(layers[0].store.real_tokens)
         self._evict_all(layers)
 
     @contextmanager
@@ -419,9 +380,8 @@ class PrunedCache(Cache):
         layer.store.real_tokens = before
         layer.seen, tokens = seen, _added(before, valid, n)
         if layer is self._ends()[0] and not self._held:
-            self._set_row_budgets(tokens)
-            self._budgets_settled = True
-        if not self._held and self._over_budget(tokens):
+            self._row_budgets.settle(tokens)
+        if not self._held and self._row_budgets.exceeded_by(tokens):
             self._evict_arrivals(layer, keys, values, seen - n, positions, valid)
         else:
             layer.store.append(keys, values, seen - n, positions, valid, self._spare(layer, n))
@@ -437,33 +397,18 @@ class PrunedCache(Cache):
             return self.eviction_interval
         return max(self.eviction_interval, (layer.store.longest + n) // 8)
 
-    def _set_row_budgets(self, real_tokens: list[int]) -> None:
-        if self.budget is not None:
-            self._row_budgets = [self.budget] * len(real_tokens)
-        else:
-            assert self.retention_ratio is not None
-            # A ratio of a short row must still leave room for the sinks and one token.
-            floor = self.sink_tokens + 1
-            self._row_budgets = [max(math.ceil(self.retention_ratio * tokens), floor) for tokens in real_tokens]
-
-    def _over_budget(self, real_tokens: list[int]) -> bool:
-        if self._row_budgets is None:
-            self._set_row_budgets(real_tokens)
-        assert self._row_budgets is not None
-        return any(tokens > budget for tokens, budget in zip(real_tokens, self._row_budgets, strict=True))
-
     def _evict_when_due(self, layer: RaggedLayer) -> None:
         """During decode: evict once `eviction_interval` tokens have come and the budget is exceeded."""
         if layer.store.pending_tokens() < self.eviction_interval:
             return
-        if not self._budgets_settled:
-            self._set_row_budgets(layer.store.real_tokens)
-        if self._over_budget(layer.store.real_tokens):
+        if not self._row_budgets.settled:
+            self._row_budgets.set(layer.store.real_tokens)
+        if self._row_budgets.exceeded_by(layer.store.real_tokens):
             self._evict_all(self.ragged_layers)
 
     def _evict_all(self, layers: list[RaggedLayer]) -> None:
         with torch.no_grad():
-            if not self._over_budget(layers[0].store.real_tokens):
+            if not self._row_budgets.exceeded_by(layers[0].store.real_tokens):
                 return
             candidates = []
             for layer in layers:
@@ -493,7 +438,7 @@ class PrunedCache(Cache):
     ) -> None:
         """First prefill: store only what survives, straight from the model's states."""
         scores = self._checked_score(TokenStates(layer.layer_idx, keys, values, positions, valid, layer.seen))
-        recent = [self.recent_of(budget) for budget in self._budgets()]
+        recent = [self.recent_of(budget) for budget in self._row_budgets.known()]
         arrivals = layer.arriving_candidates(scores, first_column, valid, self.sink_tokens, recent)
         own, earlier = self._choose(layer, arrivals)
         layer.store.fill(
@@ -524,7 +469,7 @@ class PrunedCache(Cache):
         if not rivals:
             self._weakest_kept = None
         keep = passing(own, self._weakest_kept)
-        allowed = sum(self._budgets()) * len(layers) * layer.store.heads
+        allowed = sum(self._row_budgets.known()) * len(layers) * layer.store.heads
         surplus = sum(rival.store.kept for rival in rivals) + int(keep.sum()) - allowed
         pairs = layer.store.pairs
         pair_bytes = (pairs.keys.shape[1] + pairs.values.shape[1]) * pairs.keys.element_size()
@@ -542,10 +487,6 @@ class PrunedCache(Cache):
         layer.evicted = True
         self.after_eviction(layer)
         layer.rest()
-
-    def _budgets(self) -> list[int]:
-        assert self._row_budgets is not None
-        return self._row_budgets
 
     def _score_pending(self, layer: RaggedLayer) -> None:
         """Give the pairs that came since the last eviction their scores.
@@ -579,28 +520,30 @@ class PrunedCache(Cache):
         return scores
 
     def _candidates(self, layer: RaggedLayer) -> Candidates:
-        return layer.candidates(self.sink_tokens, [self.recent_of(budget) for budget in self._budgets()])
+        recent = [self.recent_of(budget) for budget in self._row_budgets.known()]
+        return layer.candidates(self.sink_tokens, recent)
 
     def _select(self, candidates: list[Candidates]) -> list[torch.Tensor]:
         """Which candidates stay, one flat mask a layer, by `allocation`."""
         store = self.ragged_layers[0].store
-        return select(candidates, self._budgets(), store.heads, len(self.ragged_layers), self.allocation)
+        budgets = self._row_budgets.known()
+        return select(candidates, budgets, store.heads, len(self.ragged_layers), self.allocation)
 
     # -- rolling back, copies, files --------------------------------------------------------------------------------
 
     @property
     def row_budgets(self) -> list[int] | None:
         """Pairs each row may keep, a layer and head on average; None before they are known."""
-        return None if self._row_budgets is None else list(self._row_budgets)
+        return None if self._row_budgets.rows is None else list(self._row_budgets.rows)
 
     def restore_budgets(self, row_budgets: list[int] | None) -> None:
         """Set `row_budgets`; None derives them from the tokens seen."""
         layers = [layer for layer in self.ragged_layers if layer.is_initialized]
         if row_budgets is not None:
-            self._row_budgets = list(row_budgets)
+            self._row_budgets.rows = list(row_budgets)
         elif layers:
-            self._set_row_budgets(layers[0].store.real_tokens)
-        self._budgets_settled = self._row_budgets is not None
+            self._row_budgets.set(layers[0].store.real_tokens)
+        self._row_budgets.settled = self._row_budgets.rows is not None
 
     @property
     def _recording(self) -> bool:
@@ -643,33 +586,33 @@ class PrunedCache(Cache):
     def reset(self) -> None:
         """Empty the cache; its settings stay."""
         self.layers = self._make_layers()
-        self._row_budgets = None
-        self._forget_pass()
-        self._held = self._budgets_settled = False
+        self._row_budgets.forget()
+        self._pass.forget()
+        self._held = False
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        if self._row_budgets is not None:
-            self._row_budgets = [budget for budget in self._row_budgets for _ in range(repeats)]
+        if (rows := self._row_budgets.rows) is not None:
+            self._row_budgets.rows = [budget for budget in rows for _ in range(repeats)]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         indices = indices.cpu()  # once, not layer by layer
         super().batch_select_indices(indices)
-        if self._row_budgets is not None:
-            rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-            self._row_budgets = [self._row_budgets[row] for row in rows.tolist()]
+        if (rows := self._row_budgets.rows) is not None:
+            chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+            self._row_budgets.rows = [rows[row] for row in chosen.tolist()]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         beam_idx = beam_idx.cpu()  # once, not layer by layer
         super().reorder_cache(beam_idx)
-        if self._row_budgets is not None:
-            self._row_budgets = [self._row_budgets[row] for row in beam_idx.tolist()]
+        if (rows := self._row_budgets.rows) is not None:
+            self._row_budgets.rows = [rows[row] for row in beam_idx.tolist()]
 
     def snapshot(self) -> CacheSnapshot:
         """A copy of the contents, to come back to with `restore`; it takes the bytes of the pairs unquantised."""
         copies: dict[int, torch.Tensor] = {}
         states = [copy_layer_state(layer, copies) for layer in self.layers]
-        return CacheSnapshot(states, self.row_budgets, self._budgets_settled)
+        return CacheSnapshot(states, self.row_budgets, self._row_budgets.settled)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Put the contents back as they were when `snapshot` was taken; the snapshot can be used again."""
@@ -681,8 +624,8 @@ class PrunedCache(Cache):
         copies: dict[int, torch.Tensor] = {}
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
             put_layer_state(layer, state, copies=copies)
-        self._row_budgets = None if snapshot.row_budgets is None else list(snapshot.row_budgets)
-        self._budgets_settled = snapshot.budgets_settled
+        self._row_budgets.rows = None if snapshot.row_budgets is None else list(snapshot.row_budgets)
+        self._row_budgets.settled = snapshot.budgets_settled
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -696,13 +639,13 @@ class PrunedCache(Cache):
         twin.__dict__.update(self.__dict__)
         memo[id(self)] = twin
         twin._held = False
-        twin._forget_pass()
+        twin._pass = ForwardPass()
         twin.layers = twin._make_layers()
         copies: dict[int, torch.Tensor] = {}
         for layer, original in zip(twin.layers, self.layers, strict=True):
             put_layer_state(layer, copy_layer_state(original, copies), copy=False)
             layer.record_past = original.record_past
-        twin._row_budgets = self.row_budgets
+        twin._row_budgets = copy(self._row_budgets)
         return twin
 
     def settings(self) -> dict[str, Any]:

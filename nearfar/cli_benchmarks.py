@@ -9,8 +9,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfar import cli
-from nearfar.cli_eval import _ExamplesFormatter, _lengths, _load_model, _load_tokenizer
+from nearfar import cli_loading, cli_texts
+from nearfar.cli_arguments import (
+    ExamplesFormatter,
+    add_command,
+    comma_separated,
+    positive_int,
+    positive_share,
+    token_counts,
+)
+from nearfar.cli_caches import cache_option
+from nearfar.cli_machine import add_machine_arguments, find_device, find_dtype, set_threads, used_threads
+from nearfar.cli_messages import UserError, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,8 +84,8 @@ def add_benchmarks(tests: Any) -> None:
         limit=20,
     )
     add = parser.add_argument_group("text").add_argument
-    add("--lengths", type=_lengths, default="1k,2k,4k", metavar="N,…", help="tokens of a context")
-    add("--continuation", type=cli._positive_int, default=256, metavar="N", help="tokens scored after each")
+    add("--lengths", type=token_counts, default="1k,2k,4k", metavar="N,…", help="tokens of a context")
+    add("--continuation", type=positive_int, default=256, metavar="N", help="tokens scored after each")
     _add_text(add)
 
     parser = _benchmark(
@@ -88,8 +98,8 @@ def add_benchmarks(tests: Any) -> None:
         limit=20,
     )
     add = parser.add_argument_group("tasks").add_argument
-    add("--lengths", type=_lengths, default="4k", metavar="N,…", help="tokens of prompt and answer together")
-    add("--tasks", type=cli._names, default=[], metavar="NAME,…",
+    add("--lengths", type=token_counts, default="4k", metavar="N,…", help="tokens of prompt and answer together")
+    add("--tasks", type=comma_separated, default=[], metavar="NAME,…",
         help="such as niah_single_1,vt (default: all; qa_1 and qa_2 if --data-dir has their data)")  # fmt: skip
     add("--data-dir", default=None, metavar="DIR",
         help="with squad*.json and hotpot*.json; without it --tasks qa_1,qa_2 loads them from the Hub")  # fmt: skip
@@ -104,9 +114,9 @@ def add_benchmarks(tests: Any) -> None:
     ):
         parser = _benchmark(tests, name, run, about, text, examples, limit=None)
         add = parser.add_argument_group("tasks").add_argument
-        add("--tasks", type=cli._names, default=[], metavar="NAME,…", help="comma-separated (default: all)")
+        add("--tasks", type=comma_separated, default=[], metavar="NAME,…", help="comma-separated (default: all)")
         add("--data-dir", default=None, metavar="DIR", help="JSONL files, one a task (default: from the Hub)")
-        add("--max-tokens", type=cli._positive_int, default=None, metavar="N",
+        add("--max-tokens", type=positive_int, default=None, metavar="N",
             help="cut the middle out of longer prompts (default: as many as the model was made for)")  # fmt: skip
         _add_asking(add)
 
@@ -120,8 +130,8 @@ def add_benchmarks(tests: Any) -> None:
         limit=3,
     )
     add = parser.add_argument_group("text").add_argument
-    add("--lengths", type=_lengths, default="1k,4k", metavar="N,…", help="tokens of a context")
-    add("--decode-tokens", type=cli._positive_int, default=32, metavar="N", help="timed for a repetition")
+    add("--lengths", type=token_counts, default="1k,4k", metavar="N,…", help="tokens of a context")
+    add("--decode-tokens", type=positive_int, default=32, metavar="N", help="timed for a repetition")
     _add_text(add)
 
 
@@ -134,9 +144,9 @@ def _benchmark(
     examples: str,
     limit: int | None,
 ) -> argparse.ArgumentParser:
-    parser = cli._command(tests, name, run, help=about, description=description)
+    parser = add_command(tests, name, run, help=about, description=description)
     parser.epilog = examples
-    parser.formatter_class = _ExamplesFormatter
+    parser.formatter_class = ExamplesFormatter
     add = parser.add_argument
     add("model", nargs="?", default=None, metavar="MODEL",
         help="a causal language model: a folder or a Hub id (default: the packaged one)")  # fmt: skip
@@ -144,20 +154,20 @@ def _benchmark(
     add("--trust-remote-code", action="store_true", help="let a checkpoint run the code that it comes with")
 
     add = parser.add_argument_group("caches").add_argument
-    add("--caches", type=cli._names, default="full", metavar="NAME,…",
+    add("--caches", type=comma_separated, default="full", metavar="NAME,…",
         help="full (what the model makes itself), streaming_llm, snapkv, kvzip, proxykv, …")  # fmt: skip
     add("--retention-ratio", type=_ratios, default=None, metavar="R,…",
         help="shares of the context's pairs to keep, in (0, 1]; one run for each")  # fmt: skip
-    add("--budget", type=_lengths, default=None, metavar="N,…",
+    add("--budget", type=token_counts, default=None, metavar="N,…",
         help="instead: tokens kept per layer and key-value head on average; one run for each")  # fmt: skip
     add("--prototypes", default=None, metavar="DIR_OR_ID", help="for the proactive cache")
     add("--proxy", default=None, metavar="DIR_OR_ID", help="the smaller model that proxykv and iam ask")
     add("--mapper", default=None, metavar="DIR_OR_ID", help="for proxykv: its mapper for this pair of models")
-    add("--cache-option", action="append", default=[], type=cli._cache_option, metavar="[CACHE.]KEY=VALUE",
+    add("--cache-option", action="append", default=[], type=cache_option, metavar="[CACHE.]KEY=VALUE",
         help="a further argument of a cache; repeatable")  # fmt: skip
 
     add = parser.add_argument_group("run").add_argument
-    add("--limit", type=cli._positive_int, default=limit, metavar="N", help="samples of each task and length")
+    add("--limit", type=positive_int, default=limit, metavar="N", help="samples of each task and length")
     add("--seed", type=int, default=0, help="chooses samples")
     add("--out", default=f"nearfar-{name}", metavar="DIR", help="where the runs go, one JSON for each cache and size")
     add(
@@ -167,7 +177,7 @@ def _benchmark(
         "with --restart is at the same benchmark takes part in its restart, and keeps what has been redone; what a "
         "process without --restart is measuring is waited for at the end, and redone",
     )
-    cli.add_machine_arguments(parser)
+    add_machine_arguments(parser)
     return parser
 
 
@@ -185,7 +195,7 @@ def _add_asking(add: Callable[..., Any]) -> None:
 
 
 def _ratios(text: str) -> list[float]:
-    return sorted({cli._ratio(part) for part in cli._names(text)})
+    return sorted({positive_share(part) for part in comma_separated(text)})
 
 
 # --- what the benchmarks share ---------------------------------------------------------------------------------------
@@ -198,11 +208,11 @@ def _choices(args: argparse.Namespace) -> list[CacheChoice]:
 
     for name in args.caches:
         if name not in known_caches():
-            raise cli.UserError(f"unknown cache {name!r}; known caches: {', '.join(known_caches())}")
+            raise UserError(f"unknown cache {name!r}; known caches: {', '.join(known_caches())}")
     names = list(dict.fromkeys(args.caches))
     pruning = [name for name in names if name != FULL]
     if pruning and (args.budget is None) == (args.retention_ratio is None):
-        raise cli.UserError(f"give --retention-ratio or --budget for {', '.join(pruning)}, not both")
+        raise UserError(f"give --retention-ratio or --budget for {', '.join(pruning)}, not both")
     options: dict[str, dict[str, Any]] = {name: {} for name in names}
     wanting = {
         "prototypes": [name for name in names if name in CACHES and CACHES[name].needs_prototypes],
@@ -212,12 +222,12 @@ def _choices(args: argparse.Namespace) -> list[CacheChoice]:
     for key, takers in wanting.items():
         value = getattr(args, key)
         if value is not None and not takers:
-            raise cli.UserError(f"--{key} was given, but none of {', '.join(names)} takes it")
+            raise UserError(f"--{key} was given, but none of {', '.join(names)} takes it")
         for name in takers if value is not None else ():
             options[name][key] = value
     for cache, key, value in args.cache_option:
         if cache is not None and cache not in options:
-            raise cli.UserError(f"--cache-option {cache}.{key}: {cache} is not among the caches {', '.join(names)}")
+            raise UserError(f"--cache-option {cache}.{key}: {cache} is not among the caches {', '.join(names)}")
         for name in [cache] if cache is not None else pruning:
             options[name][key] = value
     sizes: list[dict[str, Any]] = [{"retention_ratio": ratio} for ratio in args.retention_ratio or ()]
@@ -229,7 +239,7 @@ def _choices(args: argparse.Namespace) -> list[CacheChoice]:
             for size in (sizes if name != FULL else [{}])
         ]
     except TypeError as error:
-        raise cli.UserError(f"--cache-option: {error}") from None
+        raise UserError(f"--cache-option: {error}") from None
 
 
 class _Session:
@@ -238,13 +248,13 @@ class _Session:
     def __init__(self, args: argparse.Namespace, benchmark: str) -> None:
         self.args, self.benchmark, self.out = args, benchmark, Path(args.out)
         if self.out.exists() and not self.out.is_dir():
-            raise cli.UserError(f"--out {self.out} is a file; give a folder")
+            raise UserError(f"--out {self.out} is a file; give a folder")
         self.choices = _choices(args)
-        self.device = cli.find_device(args)
-        self.dtype = cli.find_dtype(args, self.device)
-        self.name = args.model or cli.DEMO_MODEL
-        self.source = cli.model_source(args.model)
-        self.tokenizer: PreTrainedTokenizerBase = _load_tokenizer(
+        self.device = find_device(args)
+        self.dtype = find_dtype(args, self.device)
+        self.name = args.model or cli_loading.DEMO_MODEL
+        self.source = cli_loading.model_source(args.model)
+        self.tokenizer: PreTrainedTokenizerBase = cli_loading.load_tokenizer(
             args.tokenizer or self.source, args.trust_remote_code
         )
         self._model: PreTrainedModel | None = None
@@ -253,17 +263,17 @@ class _Session:
         """What the model was made for, if its configuration says so."""
         from transformers import AutoConfig
 
-        with cli._loading(self.source):
+        with cli_loading.loading_errors(self.source):
             config = AutoConfig.from_pretrained(self.source, trust_remote_code=self.args.trust_remote_code)
         limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         return limit
 
     def model(self) -> PreTrainedModel:
         if self._model is None:
-            cli.set_threads(self.args, self.device)
+            set_threads(self.args, self.device)
             dtype = str(self.dtype).removeprefix("torch.")
-            cli._say(f"loading {self.name} ({dtype}, {self.device}, {cli._threads()} thread(s))")
-            self._model = _load_model(self.source, self.device, self.dtype, self.args.trust_remote_code)
+            say(f"loading {self.name} ({dtype}, {self.device}, {used_threads()} thread(s))")
+            self._model = cli_loading.load_model(self.source, self.device, self.dtype, self.args.trust_remote_code)
         return self._model
 
     def text(self, tokens: int) -> str:
@@ -271,7 +281,7 @@ class _Session:
         from nearfar.evaluation.needle_documents import load_background
 
         if self.args.text is None:
-            return cli._packaged_text(tokens)
+            return cli_texts.packaged_text(tokens)
         ids = load_background(self.args.text, self.tokenizer, tokens, split=self.args.split, column=self.args.column)
         return str(self.tokenizer.decode(ids.tolist()))
 
@@ -304,14 +314,14 @@ class _Session:
                 path = self.out / run_file_name(self.benchmark, choice)
                 if not measured(choice, path):
                     later = "; --restart comes back to it" if restart else ""
-                    cli._say(f"{path}: left to another process, which is measuring it{later}")
+                    say(f"{path}: left to another process, which is measuring it{later}")
                     left.append((choice, path))
             for choice, path in left if restart else ():
                 waited = False
                 # What bears the restart's name is being redone by a process that takes part in it.
                 while not measured(choice, path) and not is_of(path, restart):
                     if not waited:
-                        cli._say(f"{path}: waiting for the process that is measuring it")
+                        say(f"{path}: waiting for the process that is measuring it")
                     waited = True
                     time.sleep(_LOOK_AGAIN_SECONDS)
         return 0
@@ -329,7 +339,7 @@ class _Session:
         from nearfar.evaluation.benchmark_runs import open_run, run_items
         from nearfar.evaluation.context_reading import ContextReader
 
-        with cli._loading(self.name):
+        with cli_loading.loading_errors(self.name):
             reader = ContextReader(self.model(), self.tokenizer, choice)
         run = open_run(
             self.benchmark,
@@ -369,7 +379,7 @@ def _ruler(args: argparse.Namespace) -> int:
     chosen = list(dict.fromkeys(args.tasks)) or shortest.tasks
     left_out = [task for task in QA_TASKS if not args.tasks and task not in chosen]
     if left_out:
-        cli._say(f"without {', '.join(left_out)}: no data in --data-dir (or name them with --tasks, for the Hub's)")
+        say(f"without {', '.join(left_out)}: no data in --data-dir (or name them with --tasks, for the Hub's)")
     for task in chosen:  # too short a length is told before the model is loaded
         shortest.sample(task, args.lengths[0], 0)
 
@@ -422,7 +432,7 @@ def _asking(
 def _check_positions_of(session: _Session, tokens: int, what: str) -> None:
     limit = session.max_positions()
     if limit is not None and tokens > limit:
-        raise cli.UserError(
+        raise UserError(
             f"{what} is {tokens} tokens, more than the {limit} positions that the model was made for; give shorter "
             "--lengths"
         )
@@ -453,7 +463,7 @@ def _documents(
         here = [task for task in tasks if any(Path(args.data_dir).glob(f"**/{task}.jsonl"))]
         missing = [task for task in tasks if task not in here]
         if here and missing:
-            cli._say(f"without {', '.join(missing)}: not in {args.data_dir}")
+            say(f"without {', '.join(missing)}: not in {args.data_dir}")
             tasks = here
     samples = [sample for task in tasks for sample in load(task, args.data_dir, args.limit)]
     session = _Session(args, benchmark)
@@ -533,7 +543,7 @@ def _text_ids(session: _Session) -> tuple[list[int], tuple[int, ...]]:
     # Not as many as there are samples: more of them should be found in the same text.
     ids = frame.encode(session.text(max(256 << 10, 2 * least)))
     if len(ids) < least:
-        raise cli.UserError(f"the text has {len(ids)} tokens, at least {least} are needed: give more with --text")
+        raise UserError(f"the text has {len(ids)} tokens, at least {least} are needed: give more with --text")
     return ids, frame._plain[0]
 
 

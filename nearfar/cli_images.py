@@ -8,7 +8,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfar import cli
+from nearfar import cli_loading
+from nearfar.cli_arguments import add_command, comma_separated, natural_int, positive_int, temperature
+from nearfar.cli_machine import add_machine_arguments, find_device, find_dtype, set_threads
+from nearfar.cli_messages import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +36,7 @@ examples:
 
 def add_images(commands: Any) -> None:
     """Add `sample-images`."""
-    parser = cli._command(
+    parser = add_command(
         commands,
         "sample-images",
         _sample,
@@ -45,21 +48,21 @@ def add_images(commands: Any) -> None:
     parser.add_argument("--model", required=True, metavar="DIR_OR_ID", help="of examples/train_images.py")
     parser.add_argument("--out", required=True, metavar="FILE", help="grid.png, or another format that Pillow writes")
     parser.add_argument(
-        "--num-images", type=cli._positive_int, default=None, metavar="N", help="default: 10 a class, 64 without"
+        "--num-images", type=positive_int, default=None, metavar="N", help="default: 10 a class, 64 without"
     )
     parser.add_argument(
         "--classes", type=_labels, default=None, metavar="C,…",
         help="labels, repeated until there are N (default: all)",
     )  # fmt: skip
-    parser.add_argument("--columns", type=cli._positive_int, default=None, metavar="N", help="of the grid")
-    parser.add_argument("--scale", type=cli._positive_int, default=2, metavar="N", help="pixels a pixel becomes")
+    parser.add_argument("--columns", type=positive_int, default=None, metavar="N", help="of the grid")
+    parser.add_argument("--scale", type=positive_int, default=2, metavar="N", help="pixels a pixel becomes")
     _add_sampling(parser)
-    cli.add_machine_arguments(parser)
+    add_machine_arguments(parser)
 
 
 def add_eval_images(tests: Any) -> None:
     """Add `eval images`."""
-    parser = cli._command(
+    parser = add_command(
         tests,
         "images",
         _evaluate,
@@ -81,39 +84,39 @@ def add_eval_images(tests: Any) -> None:
     add("--classifier", default=None, metavar="DIR", help="of examples/train_image_classifier.py")
     add("--fid", action="store_true", help="FID and Inception Score; needs torch-fidelity and its weights")
     add("--inception-weights", default=None, metavar="FILE", help="of torch-fidelity (default: downloaded)")
-    add("--num-images", type=cli._positive_int, default=10_000, metavar="N", help="drawn")
+    add("--num-images", type=positive_int, default=10_000, metavar="N", help="drawn")
     add("--out", default="nearfar-images", metavar="DIR", help="where images.json and images.png go")
     _add_sampling(parser)
-    cli.add_machine_arguments(parser)
+    add_machine_arguments(parser)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sampling").add_argument
-    add("--steps", type=cli._positive_int, default=None, metavar="N", help="of Euler's method (default: the model's)")
-    add("--guidance", type=cli._temperature, default=None, metavar="S", help="1 for none (default: the model's)")
+    add("--steps", type=positive_int, default=None, metavar="N", help="of Euler's method (default: the model's)")
+    add("--guidance", type=temperature, default=None, metavar="S", help="1 for none (default: the model's)")
     add("--guidance-kind", choices=("classifier_free", "middle"), default=None, help="default: the model's")
-    add("--batch-size", type=cli._positive_int, default=500, metavar="N", help="images at once")
+    add("--batch-size", type=positive_int, default=500, metavar="N", help="images at once")
     add("--cuda-graph", action="store_true", help="record a step, for small batches on a GPU")
     add("--seed", type=int, default=0, help="of the noise")
 
 
 def _labels(text: str) -> list[int]:
-    return [cli._count(part) for part in cli._names(text)]
+    return [natural_int(part) for part in comma_separated(text)]
 
 
 def _load(args: argparse.Namespace) -> FlowMatchingPipeline:
-    device = cli.find_device(args)
-    dtype = cli.find_dtype(args, device)
+    device = find_device(args)
+    dtype = find_dtype(args, device)
     source = args.model
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        raise cli.UserError(f"{source} is a folder without config.json, not a saved model")
+        raise UserError(f"{source} is a folder without config.json, not a saved model")
     from transformers.utils import logging as transformers_logging
 
     from nearfar.modeling.pipeline_flow_matching import FlowMatchingPipeline
 
     transformers_logging.disable_progress_bar()
-    cli.set_threads(args, device)
-    with cli._loading(source):
+    set_threads(args, device)
+    with cli_loading.loading_errors(source):
         return FlowMatchingPipeline.from_pretrained(source, dtype=dtype).to(device)
 
 
@@ -143,13 +146,13 @@ def _draw(args: argparse.Namespace, pipe: FlowMatchingPipeline, labels: list[int
 def _sample(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.is_dir() or not out.suffix:
-        raise cli.UserError(f"--out {out} must name a file such as grid.png")
+        raise UserError(f"--out {out} must name a file such as grid.png")
     from nearfar.evaluation.image_grid import write_grid
 
     pipe = _load(args)
     classes = pipe.model.config.num_classes
     if args.classes is not None and classes is None:
-        raise cli.UserError(f"--classes: {args.model} was made without classes")
+        raise UserError(f"--classes: {args.model} was made without classes")
     columns = args.columns
     labels = None
     if classes is None:
@@ -170,9 +173,9 @@ def _sample(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.exists() and not out.is_dir():
-        raise cli.UserError(f"--out {out} is a file; give a folder")
+        raise UserError(f"--out {out} is a file; give a folder")
     if args.classifier is None and not args.fid:
-        raise cli.UserError("nothing to measure: give --classifier, --fid or both")
+        raise UserError("nothing to measure: give --classifier, --fid or both")
 
     from nearfar.evaluation.image_classifier import ImageClassifier
     from nearfar.evaluation.image_data import load_images
@@ -192,17 +195,17 @@ def _evaluate(args: argparse.Namespace) -> int:
     if classifier is not None:
         classifier.to(pipe.device)
         if classifier.channels != reader.in_channels:
-            raise cli.UserError(
+            raise UserError(
                 f"--classifier {args.classifier} reads {classifier.channels} channels, the model draws "
                 f"{reader.in_channels}"
             )
         if classes is not None and classes != len(classifier.classes):
-            raise cli.UserError(
+            raise UserError(
                 f"--classifier {args.classifier} knows {len(classifier.classes)} classes, the model {classes}"
             )
         known = tuple(classifier.classes)
         if train is not None and train.labels is not None and train.classes != known[: len(train.classes)]:
-            raise cli.UserError(
+            raise UserError(
                 f"--classifier {args.classifier} knows the classes {', '.join(known)}, the "
                 f"{args.train_split} images have {', '.join(train.classes)}"
             )

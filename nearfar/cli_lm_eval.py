@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from nearfar import cli
+from nearfar.cli_arguments import comma_separated, natural_int, positive_int
 from nearfar.cli_benchmarks import _benchmark, _Session
+from nearfar.cli_messages import UserError, say
 
 DAR_EXAMPLES = """\
 examples:
@@ -53,10 +54,10 @@ def add_dar_tasks(tests: Any) -> None:
         limit=None,
     )
     add = parser.add_argument_group("tasks").add_argument
-    add("--tasks", type=cli._names, default=[], metavar="NAME,…", help="comma-separated (default: all)")
-    add("--window", type=cli._count, default=None, metavar="N",
+    add("--tasks", type=comma_separated, default=[], metavar="NAME,…", help="comma-separated (default: all)")
+    add("--window", type=natural_int, default=None, metavar="N",
         help="leave out prompts of at most N tokens (default: the model's window_size; 0 if it has none)")  # fmt: skip
-    add("--batch-size", type=cli._positive_int, default=1, metavar="N", help="requests at once")
+    add("--batch-size", type=positive_int, default=1, metavar="N", help="requests at once")
     add("--data-dir", default=None, metavar="DIR", help="with multi_news.jsonl (default: from the Hub)")
     add("--include-path", default=None, metavar="DIR", help="lm-eval task files that replace its own of the same name")
     add("--allow-code", action="store_true", help="run the programs that MBPP has the model write; without it no MBPP")
@@ -69,9 +70,9 @@ def _dar_tasks(args: argparse.Namespace) -> int:
     tasks = check_tasks(args.tasks, list(DAR_TASKS), "dar-tasks")
     unsafe = [name for name in tasks if DAR_TASKS[name].runs_code and not args.allow_code]
     if unsafe and args.tasks:
-        raise cli.UserError(f"{unsafe[0]} runs the programs that the model writes: allow it with --allow-code")
+        raise UserError(f"{unsafe[0]} runs the programs that the model writes: allow it with --allow-code")
     if unsafe:
-        cli._say(f"without {', '.join(unsafe)}, which runs the programs that the model writes (--allow-code)")
+        say(f"without {', '.join(unsafe)}, which runs the programs that the model writes (--allow-code)")
         tasks = [name for name in tasks if name not in unsafe]
 
     from nearfar.evaluation.benchmark_runs import open_run, run_file_name

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from nearfar import cli
-from nearfar.cli_eval import _ExamplesFormatter
+from nearfar.cli_arguments import ExamplesFormatter, add_command
+from nearfar.cli_messages import UserError, say
 
 REPORT_EXAMPLES = """\
 examples:
@@ -20,7 +20,7 @@ examples:
 
 def add_report(commands: Any) -> None:
     """Add `report`."""
-    parser = cli._command(
+    parser = add_command(
         commands,
         "report",
         _report,
@@ -28,7 +28,7 @@ def add_report(commands: Any) -> None:
         description="Read all runs below a folder, and draw them: a chart never mixes models or benchmarks.",
     )
     parser.epilog = REPORT_EXAMPLES
-    parser.formatter_class = _ExamplesFormatter
+    parser.formatter_class = ExamplesFormatter
     parser.add_argument("folder", metavar="DIR", help="where runs lie, at any depth")
     parser.add_argument("--out", default=None, metavar="DIR", help="where the report goes (default: DIR/report)")
     parser.add_argument("--traceback", action="store_true", help="on an error show where it came from")
@@ -39,13 +39,13 @@ def _report(args: argparse.Namespace) -> int:
 
     folder = Path(args.folder)
     if not folder.is_dir():
-        raise cli.UserError(f"no such folder: {folder}")
+        raise UserError(f"no such folder: {folder}")
     out = folder / "report" if args.out is None else Path(args.out)
     if out.exists() and not out.is_dir():
-        raise cli.UserError(f"--out {out} is a file; give a folder")
+        raise UserError(f"--out {out} is a file; give a folder")
     found = find_runs(folder)
     for path, why in found.skipped:
-        cli._say(f"left out {path}: {why}")
+        say(f"left out {path}: {why}")
     for path in write_report(found, out, command=args.command_line):
         print(path)
     return 0

@@ -7,12 +7,21 @@ import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearfar import cli
-from nearfar.cli_eval import _ExamplesFormatter, _length, _share
+from nearfar import cli_loading, cli_texts
+from nearfar.cli_arguments import (
+    ExamplesFormatter,
+    add_command,
+    natural_int,
+    open_share,
+    positive_int,
+    real_number,
+    token_count,
+)
+from nearfar.cli_machine import add_machine_arguments, find_device, find_dtype, set_threads
+from nearfar.cli_messages import UserError
 
 if TYPE_CHECKING:
-    from nearfar.configuration.configuration_axial_mapper import ProxyStates
-    from nearfar.training.mapper_pairs import MapperPairs
+    from nearfar.training.mapper_pairs import MapperPairs, PairSettings
 
 EXAMPLES = """\
 examples:
@@ -32,7 +41,7 @@ examples:
 
 def add_train(commands: Any) -> None:
     """Add `train-mapper`."""
-    parser = cli._command(
+    parser = add_command(
         commands,
         "train-mapper",
         _train_mapper,
@@ -44,7 +53,7 @@ def add_train(commands: Any) -> None:
         ),
     )
     parser.epilog = EXAMPLES
-    parser.formatter_class = _ExamplesFormatter
+    parser.formatter_class = ExamplesFormatter
     parser.add_argument("--out", default=None, metavar="DIR", help="where the run goes (needed to train)")
     parser.add_argument("--resume", action="store_true", help="go on with what was interrupted, from its checkpoint")
 
@@ -65,11 +74,11 @@ def add_train(commands: Any) -> None:
     )
     add("--split", default=None, help="of datasets named by their id (default: train)")
     add("--column", default=None, help="of datasets named by their id (default: found by name)")
-    add("--contexts", type=cli._positive_int, default=100, metavar="N", help="from each source")
-    add("--context-tokens", type=_length, default="8k", metavar="N", help="most tokens of a context; k is 1024")
-    add("--join-tokens", type=_length, default="2k", metavar="N", help="shorter documents are joined up to this")
-    add("--chunk-tokens", type=cli._positive_int, default=2000, metavar="N", help="that the target repeats at once")
-    add("--pairs-seconds", type=cli._float, default=None, metavar="S",
+    add("--contexts", type=positive_int, default=100, metavar="N", help="from each source")
+    add("--context-tokens", type=token_count, default="8k", metavar="N", help="most tokens of a context; k is 1024")
+    add("--join-tokens", type=token_count, default="2k", metavar="N", help="shorter documents are joined up to this")
+    add("--chunk-tokens", type=positive_int, default=2000, metavar="N", help="that the target repeats at once")
+    add("--pairs-seconds", type=real_number, default=None, metavar="S",
         help="begin no further pair after S seconds; sources take turns, so that each has its share")  # fmt: skip
     add("--storage", choices=("float16", "float32"), default="float16", help="of pairs on disk")
     add("--proxy-states", choices=("none", "values"), default=None,
@@ -77,12 +86,14 @@ def add_train(commands: Any) -> None:
         "--proxy-layers all (default: what --pairs hold already, or none)")  # fmt: skip
 
     add = parser.add_argument_group("mapper").add_argument
-    add("--hidden-size", type=cli._positive_int, default=512, metavar="N", help="of the encoder")
-    add("--layers", type=cli._positive_int, default=6, metavar="N", help="of the encoder")
-    add("--heads", type=cli._positive_int, default=8, metavar="N", help="of the encoder")
-    add("--head-dim", type=cli._positive_int, default=64, metavar="N", help="of the target queries")
-    add("--crop-tokens", type=_length, default="2k", metavar="N", help="read at once; half of it from crop to crop")
-    add("--dropout", type=cli._float, default=0.1, metavar="P", help="in the encoder")
+    add("--hidden-size", type=positive_int, default=512, metavar="N", help="of the encoder")
+    add("--layers", type=positive_int, default=6, metavar="N", help="of the encoder")
+    add("--heads", type=positive_int, default=8, metavar="N", help="of the encoder")
+    add("--head-dim", type=positive_int, default=64, metavar="N", help="of the target queries")
+    add(
+        "--crop-tokens", type=token_count, default="2k", metavar="N", help="read at once; half of it from crop to crop"
+    )
+    add("--dropout", type=real_number, default=0.1, metavar="P", help="in the encoder")
     add("--feature-transform", choices=("none", "log"), default="none", help="of the column sums")
     add("--layer-queries", action="store_true", help="queries of their own for each target layer")
     add("--proxy-layers", choices=("paired", "all"), default="paired",
@@ -90,28 +101,28 @@ def add_train(commands: Any) -> None:
     add("--save-dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights in the checkpoint")
 
     add = parser.add_argument_group("training").add_argument
-    add("--epochs", type=cli._positive_int, default=30, metavar="N", help="over the training contexts")
-    add("--steps", type=cli._positive_int, default=None, metavar="N", help="end after N steps, if that is sooner")
-    add("--seconds", type=cli._float, default=None, metavar="S", help="end after S seconds, if that is sooner")
-    add("--epoch-steps", type=cli._positive_int, default=None, metavar="N",
+    add("--epochs", type=positive_int, default=30, metavar="N", help="over the training contexts")
+    add("--steps", type=positive_int, default=None, metavar="N", help="end after N steps, if that is sooner")
+    add("--seconds", type=real_number, default=None, metavar="S", help="end after S seconds, if that is sooner")
+    add("--epoch-steps", type=positive_int, default=None, metavar="N",
         help="steps of an epoch (default: what shows every crop once)")  # fmt: skip
-    add("--batch-size", type=cli._positive_int, default=8, metavar="N", help="crops a step, of each process")
-    add("--learning-rate", type=cli._float, default=2e-4, metavar="R", help="after the warm-up")
-    add("--weight-decay", type=cli._float, default=1e-4, metavar="R", help="of AdamW")
-    add("--warmup-steps", type=cli._count, default=1000, metavar="N", help="of a linear warm-up")
+    add("--batch-size", type=positive_int, default=8, metavar="N", help="crops a step, of each process")
+    add("--learning-rate", type=real_number, default=2e-4, metavar="R", help="after the warm-up")
+    add("--weight-decay", type=real_number, default=1e-4, metavar="R", help="of AdamW")
+    add("--warmup-steps", type=natural_int, default=1000, metavar="N", help="of a linear warm-up")
     add("--schedule", choices=("plateau", "cosine"), default="plateau",
         help="of the learning rate: halved where the validation loss stands still, or to zero at the end")  # fmt: skip
-    add("--clip", type=cli._float, default=1.0, metavar="N", help="largest norm of the gradient; 0 for no limit")
-    add("--validation", type=_share, default=0.05, metavar="S", help="share of the contexts held out")
-    add("--validation-crops", type=cli._positive_int, default=512, metavar="N", help="most that are measured")
+    add("--clip", type=real_number, default=1.0, metavar="N", help="largest norm of the gradient; 0 for no limit")
+    add("--validation", type=open_share, default=0.05, metavar="S", help="share of the contexts held out")
+    add("--validation-crops", type=positive_int, default=512, metavar="N", help="most that are measured")
     add("--loss-scope", choices=("layer", "head", "context"), default="layer",
         help="what a top-K of the loss is taken over; context: all layers and heads together")  # fmt: skip
-    add("--log-every", type=cli._positive_int, default=50, metavar="N", help="steps between lines of the log")
-    add("--save-every", type=cli._positive_int, default=1000, metavar="N",
+    add("--log-every", type=positive_int, default=50, metavar="N", help="steps between lines of the log")
+    add("--save-every", type=positive_int, default=1000, metavar="N",
         help="steps between checkpoints, besides those after an epoch")  # fmt: skip
     add("--seed", type=int, default=0, help="of weights, split, crops and needles")
     add("--push-to-hub", default=None, metavar="ID", help="also push the best mapper to this Hub repository")
-    cli.add_machine_arguments(parser)
+    add_machine_arguments(parser)
 
 
 def _train_mapper(args: argparse.Namespace) -> int:
@@ -139,17 +150,17 @@ def _train_mapper(args: argparse.Namespace) -> int:
         save_every=args.save_every,
         loss=MapperLoss(scope=args.loss_scope),
     )
-    states = _states_to_store(args, folder) if args.proxy is not None else "none"
+    settings = _pair_settings(args, folder) if args.proxy is not None else None
     import torch
     from accelerate import PartialState
 
-    device = cli.find_device(args)
+    device = find_device(args)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     state = PartialState(cpu=device.type == "cpu")
-    cli.set_threads(args, device)
-    if args.proxy is not None:
-        _compute(args, folder, states, state.device if args.device == "auto" else device)
+    set_threads(args, device)
+    if settings is not None:
+        _compute(args, folder, settings, state.device if args.device == "auto" else device)
         gc.collect()  # the models go before the mapper comes
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -160,7 +171,7 @@ def _train_mapper(args: argparse.Namespace) -> int:
         state.print(f"{pairs!r}: {folder}")
         return 0
     if args.proxy_states is None and args.proxy_layers != "all" and pairs.mapper_fields["proxy_states"] != "none":
-        raise cli.UserError(
+        raise UserError(
             f"{folder} holds the proxy's values, which a mapper reads with --proxy-layers all: give that, or "
             "--proxy-states none to leave them aside"
         )
@@ -171,76 +182,85 @@ def _train_mapper(args: argparse.Namespace) -> int:
 def _check_arguments(args: argparse.Namespace) -> tuple[Path | None, Path]:
     """Output and pairs folder; whatever needs no library is checked here."""
     if args.out is None and not (args.pairs_only and args.pairs):
-        raise cli.UserError("give --out, or --pairs and --pairs-only")
+        raise UserError("give --out, or --pairs and --pairs-only")
     out = None if args.out is None else Path(args.out)
     folder = Path(args.pairs) if args.pairs is not None else Path(args.out) / "pairs"
     for option, path in (("--out", out), ("--pairs", folder)):
         if path is not None and path.exists() and not path.is_dir():
-            raise cli.UserError(f"{option} {path} is a file; give a folder")
+            raise UserError(f"{option} {path} is a file; give a folder")
     if (args.proxy is None) != (args.target is None):
-        raise cli.UserError("give both --proxy and --target, or neither to train on the pairs in --pairs")
+        raise UserError("give both --proxy and --target, or neither to train on the pairs in --pairs")
     if args.proxy is None and args.sources is not None:
-        raise cli.UserError("--sources: to compute pairs, give --proxy and --target too")
+        raise UserError("--sources: to compute pairs, give --proxy and --target too")
     if args.proxy is None and not any(folder.glob("index-*.json")):
-        raise cli.UserError(f"{folder} holds no pairs yet: give --proxy and --target to compute them")
+        raise UserError(f"{folder} holds no pairs yet: give --proxy and --target to compute them")
     if out is not None and not args.pairs_only:
         unfinished = any(out.glob("checkpoint-*")) or (out / "training.jsonl").is_file()
         if unfinished and not args.resume:
-            raise cli.UserError(f"{out} holds a run already: add --resume to go on with it, or delete it")
+            raise UserError(f"{out} holds a run already: add --resume to go on with it, or delete it")
     if args.pairs_seconds is not None and not args.pairs_seconds > 0:
-        raise cli.UserError(f"--pairs-seconds must be positive, got {args.pairs_seconds}")
+        raise UserError(f"--pairs-seconds must be positive, got {args.pairs_seconds}")
     if args.proxy_layers == "all" and not args.layer_queries:
-        raise cli.UserError("--proxy-layers all needs --layer-queries: all target layers would get the same scores")
+        raise UserError("--proxy-layers all needs --layer-queries: all target layers would get the same scores")
     if args.proxy_states not in (None, "none") and args.proxy_layers != "all" and not args.pairs_only:
-        raise cli.UserError(
+        raise UserError(
             f"--proxy-states {args.proxy_states} needs --proxy-layers all: paired layers share their weights"
         )
     if args.dtype == "float16" and not args.pairs_only:
-        raise cli.UserError("--dtype float16: a mapper is trained in float32 or bfloat16")
+        raise UserError("--dtype float16: a mapper is trained in float32 or bfloat16")
     if args.crop_tokens < 2:
-        raise cli.UserError(f"--crop-tokens must be at least 2, got {args.crop_tokens}")
+        raise UserError(f"--crop-tokens must be at least 2, got {args.crop_tokens}")
     return out, folder
 
 
-def _states_to_store(args: argparse.Namespace, folder: Path) -> ProxyStates:
-    """The proxy's states in the pairs to compute: all of a folder hold the same.
+def _pair_settings(args: argparse.Namespace, folder: Path) -> PairSettings:
+    """Of the pairs to compute: all of a folder have the same. Nothing is loaded for pairs that would be refused.
 
     Raises:
-        UserError: others were asked for than the folder holds, or a mapper that does not read them.
+        UserError: others were asked for than the folder has, or a mapper that does not read them.
     """
-    from nearfar.training.mapper_pairs import stored_states
+    from nearfar.training.mapper_pairs import PairSettings, stored_settings
 
-    held = stored_states(folder)
-    if held is None:
-        return args.proxy_states or "none"
+    stored = stored_settings(folder)
+    if stored is None:
+        return PairSettings(args.chunk_tokens, args.storage, args.proxy_states or "none")
+    for option, before, now in (
+        ("--chunk-tokens", stored.chunk_tokens, args.chunk_tokens),
+        ("--storage", stored.storage, args.storage),
+    ):
+        if before != now:
+            raise UserError(
+                f"{folder} holds pairs computed with {option} {before}, and now it is {now}: give {option} {before}, "
+                "or another --pairs; leave out --proxy and --target to train on these pairs only"
+            )
+    held = stored.proxy_states
     # To train without values that are there takes no model.
     without = "leave out --proxy and --target to train on these pairs without the values"
     if args.proxy_states not in (None, held):
-        raise cli.UserError(
+        raise UserError(
             f"{folder} holds pairs computed with --proxy-states {held}, and now it is {args.proxy_states}: give "
             f"--proxy-states {held}, or another --pairs" + ("" if held == "none" else f"; {without}")
         )
     if held != "none" and args.proxy_layers != "all" and not args.pairs_only:
-        raise cli.UserError(
+        raise UserError(
             f"{folder} holds the proxy's values, which a mapper reads with --proxy-layers all: give that, or "
             f"--pairs-only to compute more; {without} (--proxy-states none)"
         )
-    return held
+    return stored
 
 
-def _compute(args: argparse.Namespace, folder: Path, states: ProxyStates, device: Any) -> None:
+def _compute(args: argparse.Namespace, folder: Path, settings: PairSettings, device: Any) -> None:
     """The pairs that are missing."""
     from nearfar.training.mapper_contexts import NEEDLES, PAPER_MIXTURE, mixture_contexts
-    from nearfar.training.mapper_pairs import PairSettings, compute_pairs
+    from nearfar.training.mapper_pairs import compute_pairs
     from nearfar.training.synthetic_contexts import SYNTHETIC
 
     sources = args.sources or list(PAPER_MIXTURE)
-    settings = PairSettings(args.chunk_tokens, args.storage, states)
-    proxy_source, target_source = cli.model_source(args.proxy), cli.model_source(args.target)
-    tokenizer = cli.load_tokenizer(args.tokenizer or target_source)
+    proxy_source, target_source = cli_loading.model_source(args.proxy), cli_loading.model_source(args.target)
+    tokenizer = cli_loading.load_tokenizer(args.tokenizer or target_source)
     haystack = None
     if NEEDLES in sources and set(sources) <= {NEEDLES, *SYNTHETIC}:
-        haystack = [cli._packaged_text(8 * args.context_tokens, leave_out=cli.HELD_OUT_ESSAYS)]
+        haystack = [cli_texts.packaged_text(8 * args.context_tokens, leave_out=cli_texts.HELD_OUT_ESSAYS)]
     contexts = mixture_contexts(
         tokenizer,
         sources,
@@ -252,8 +272,8 @@ def _compute(args: argparse.Namespace, folder: Path, states: ProxyStates, device
         column=args.column,
         seed=args.seed,
     )
-    dtype = cli.find_dtype(args, device)
-    proxy, target = (cli.load_model(source, device, dtype) for source in (proxy_source, target_source))
+    dtype = find_dtype(args, device)
+    proxy, target = (cli_loading.load_model(source, device, dtype) for source in (proxy_source, target_source))
     compute_pairs(folder, proxy, target, tokenizer, contexts, settings, seconds=args.pairs_seconds)
 
 

@@ -373,6 +373,18 @@ def test_decode_scaling_keeps_its_rows_and_goes_on(
         assert len(measured) == 3 + 4 and rows(kept) == rows(whole / "decode_scaling.json")
     assert uninterrupted.split("Held equal")[1].split("ms/step")[0] in capsys.readouterr().out
 
+    # What another process with the same file has measured meanwhile is not measured again either.
+    finished = kept.read_text()
+    kept.unlink()
+
+    def overtaken(*args: Any) -> dict[str, float]:
+        kept.write_text(finished)
+        return interrupted(*args)
+
+    monkeypatch.setattr(decode_scaling, "decode", overtaken)
+    assert decode_scaling.main(arguments) == 0 and len(measured) == 3 + 4 + 1 and kept.read_text() == finished
+    capsys.readouterr()
+
     for name, before, now in (("steps", 2, 3), ("min-tokens", 96, 192)):
         assert decode_scaling.main([*arguments, f"--{name}", str(now)]) == 2
         message = f"measured with {name.replace('-', '_')} = {before}, now it is {now}: give another --out"

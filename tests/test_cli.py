@@ -12,7 +12,7 @@ from tiny_texts import english, save_tiny_checkpoint, save_tiny_proxy
 from transformers import AutoTokenizer, Cache, LlamaForCausalLM
 
 import nearfar
-from nearfar import cli
+from nearfar import cli, cli_caches, cli_loading
 from nearfar.modeling.cache_iam import IAMScorer
 from nearfar.modeling.cache_kvzip import KVzipCache
 from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, make_cache, register_cache
@@ -164,7 +164,7 @@ def test_wrong_input_is_told_before_anything_is_loaded(
         raise AssertionError("something was loaded")
 
     for name in ("load_model", "load_tokenizer"):
-        monkeypatch.setattr(cli, name, never)
+        monkeypatch.setattr(cli_loading, name, never)
     monkeypatch.setenv("NEARFAR_CACHE", str(tmp_path / "cache"))
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x81")
@@ -190,7 +190,7 @@ def test_what_only_the_tokenizer_can_tell(
     def never(*args: object) -> None:
         raise AssertionError("the weights were read")
 
-    monkeypatch.setattr(cli, "load_model", never)
+    monkeypatch.setattr(cli_loading, "load_model", never)
     demo = ["demo", "--model", checkpoint, "--text", text_file, *DEMO]
     assert "too short" in _error(capsys, [*demo, "--context-tokens", "100000"])
     long = tmp_path / "long.txt"
@@ -269,7 +269,7 @@ def test_what_is_kept_with_the_source_is_for_the_packaged_model(
     import argparse
 
     nothing = {"proxy": None, "mapper": None}
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "nearfar" / "cli.py"))
+    monkeypatch.setattr(cli_loading, "__file__", str(tmp_path / "nearfar" / "cli_loading.py"))
     args = argparse.Namespace(model=None, proxy=None, mapper=None)
     assert cli.proxy_sources(args) == nothing
     kept = {"proxy": tmp_path / cli.KEPT_PROXY, "mapper": tmp_path / cli.KEPT_MAPPER}
@@ -325,7 +325,7 @@ def test_cache_options_go_where_they_belong(
     ],
 )
 def test_cache_option_values(text: str, expected: tuple[str | None, str, object]) -> None:
-    assert cli._cache_option(text) == expected
+    assert cli_caches.cache_option(text) == expected
 
 
 # --- generate --------------------------------------------------------------------------------------------------------

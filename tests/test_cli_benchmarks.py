@@ -11,7 +11,7 @@ import torch
 from test_long_documents import ROW, turns, write_jsonl
 from tiny_texts import english, save_tiny_checkpoint, tiny_llama, tiny_tokenizer
 
-from nearfar import cli, cli_benchmarks
+from nearfar import cli, cli_benchmarks, cli_loading
 from nearfar.evaluation import benchmark_runs
 from nearfar.evaluation.benchmark_runs import BenchmarkRun, measure_answers, open_run, run_items
 from nearfar.evaluation.context_reading import CacheChoice, ContextReader
@@ -459,7 +459,7 @@ def test_wrong_input_is_told_before_the_model_is_loaded(
     def never(*args: object) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(cli_benchmarks, "_load_model", never)
+    monkeypatch.setattr(cli_loading, "load_model", never)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("x" * 57)
     names = {

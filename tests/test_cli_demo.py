@@ -14,7 +14,7 @@ from image_models import tiny_image_model
 from proxyformer_models import tiny_proxyformer
 from tiny_texts import english, save_tiny_checkpoint, tiny_tokenizer
 
-from nearfar import FlowMatchingPipeline, cli, cli_demo
+from nearfar import FlowMatchingPipeline, cli, cli_demo, cli_loading
 from nearfar.evaluation.comparison import write_json
 from nearfar.evaluation.far_caches import compare_far_caches, format_far_caches, training_words
 from nearfar.evaluation.long_reading import plain_decoder_bytes, read_long_documents
@@ -32,7 +32,7 @@ def text_file(tmp_path: Path) -> str:
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout without checkpoints, and sections that read little."""
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "checkout" / "nearfar" / "cli.py"))
+    monkeypatch.setattr(cli_loading, "__file__", str(tmp_path / "checkout" / "nearfar" / "cli_loading.py"))
     for name, value in (
         ("NEEDLE_LENGTHS", (600, 900, 10**6)), ("NEEDLES", 4), ("DAR_TOKENS", 100), ("DAR_DECODED", 5),
         ("IMAGES", 10), ("IMAGE_STEPS", 2),

@@ -13,7 +13,7 @@ from proxyformer_models import tiny_proxyformer
 from tiny_texts import english, save_tiny_checkpoint
 from transformers import AutoTokenizer
 
-from nearfar import cli, cli_eval
+from nearfar import cli, cli_arguments, cli_loading, cli_texts
 
 SMALL = ["--lengths", "500,600", "--documents", "1", "--needles", "10", "--device", "cpu", "--threads", "1"]
 
@@ -41,8 +41,8 @@ def test_help_has_examples_and_real_defaults(capsys: pytest.CaptureFixture[str])
 
 
 def test_lengths_are_numbers_with_units() -> None:
-    assert cli_eval._lengths("1m, 8k,500,8192") == [500, 8192, 1 << 20]
-    assert cli_eval._length("64K") == 65_536
+    assert cli_arguments.token_counts("1m, 8k,500,8192") == [500, 8192, 1 << 20]
+    assert cli_arguments.token_count("64K") == 65_536
 
 
 def test_needles_are_measured_kept_and_added_to(
@@ -85,7 +85,7 @@ def test_without_text_the_demos_essays_are_read(
         asked.append(tokens)
         return english(300)
 
-    monkeypatch.setattr(cli, "_packaged_text", essays)
+    monkeypatch.setattr(cli_texts, "packaged_text", essays)
     command = ["eval", "needles", checkpoint, *SMALL, "--text-tokens", "1k", "--out", str(tmp_path)]
     assert cli.main(command) == 0 and asked == [1024]
     data = json.loads((tmp_path / "needles.json").read_text())
@@ -127,7 +127,7 @@ def test_wrong_input_is_told_before_the_model_is_loaded(
     def never(*args: object) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(cli_eval, "_load_model", never)
+    monkeypatch.setattr(cli_loading, "load_model", never)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     names = {"TEXT": text_file, "CHECKPOINT": checkpoint, "FOLDER": str(tmp_path / "folder")}

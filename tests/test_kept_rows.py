@@ -38,6 +38,26 @@ def test_two_processes_lose_no_rows(tmp_path: Path) -> None:
     assert tokens(kept(path).rows) == [1, 2, 3, 4]
 
 
+def test_a_row_of_another_process_is_there_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    one, two = kept(path), kept(path)
+    assert not one.has(tokens=2)
+    two.add({"tokens": 2})
+    assert one.has(tokens=2) and tokens(one.rows) == [2]
+    two.add({"tokens": 1})
+    assert one.has(tokens=1) and tokens(one.rows) == [1, 2]
+    # A file that is the same still is not read again.
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("read again"))
+        assert one.has(tokens=1) and not one.has(tokens=3)
+    # One that is gone takes no rows away; one that was begun anew with other settings is refused.
+    path.unlink()
+    assert one.has(tokens=1)
+    kept(path, seed=1).add({"tokens": 4})
+    with pytest.raises(ValueError, match="was measured with seed = 1, now it is 0: give another --out"):
+        one.has(tokens=1)
+
+
 def test_many_at_once_lose_no_rows(tmp_path: Path) -> None:
     def write(number: int) -> None:
         rows = kept(tmp_path / "rows.json")

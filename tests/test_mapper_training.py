@@ -16,7 +16,7 @@ from tiny_pairs import SMALL, add_states, write_pairs
 from tiny_texts import english, save_tiny_checkpoint
 from transformers import AutoModel
 
-from nearfar import HybridAxialMapper, cli, cli_train
+from nearfar import HybridAxialMapper, cli, cli_loading, cli_train
 from nearfar.training import mapper_contexts, mapper_pairs, mapper_training
 from nearfar.training.mapper_batches import ResidentPairs
 from nearfar.training.mapper_losses import MapperLoss
@@ -394,7 +394,7 @@ def test_the_command_from_end_to_end(
     def never(*args: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(cli, "load_model", never)
+    monkeypatch.setattr(cli_loading, "load_model", never)
     monkeypatch.setattr(
         sys, "argv", ["x", "--pairs", str(out / "pairs"), "--out", str(out), "--resume", "--steps", "4", *TINY]
     )
@@ -426,14 +426,14 @@ def test_more_pairs_hold_the_states_that_are_there(
     """Nothing is loaded for pairs that would be refused."""
     folder, computed = tmp_path / "pairs", []
     monkeypatch.setattr(cli_train.gc, "collect", lambda: 0)  # takes its time in a process of many tests
-    monkeypatch.setattr(cli, "load_tokenizer", lambda source: None)
-    monkeypatch.setattr(cli, "load_model", lambda source, *args: None)
+    monkeypatch.setattr(cli_loading, "load_tokenizer", lambda source: None)
+    monkeypatch.setattr(cli_loading, "load_model", lambda source, *args: None)
     monkeypatch.setattr(mapper_contexts, "mixture_contexts", lambda *args, **kwargs: [])
     monkeypatch.setattr(
         mapper_pairs, "compute_pairs", lambda *args, **kwargs: computed.append(args[5].proxy_states) and 0
     )
     command = ["train-mapper", "--proxy", "o/small", "--target", "o/large", "--sources", "a.txt"]
-    command += ["--pairs", str(folder), "--device", "cpu", "--threads", "1"]
+    command += ["--pairs", str(folder), "--storage", "float32", "--device", "cpu", "--threads", "1"]
     only, read_all = [*command, "--pairs-only"], ["--proxy-layers", "all", "--layer-queries"]
 
     assert cli.main(only) == 2 and computed.pop() == "none"  # no pairs came of it
@@ -456,6 +456,30 @@ def test_more_pairs_hold_the_states_that_are_there(
     ):
         assert cli.main(options) == 2 and not computed
         assert message in capsys.readouterr().err
+
+
+def test_more_pairs_have_the_settings_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("something was loaded")
+
+    for name in ("model_source", "load_tokenizer", "load_model"):
+        monkeypatch.setattr(cli_loading, name, never)
+    folder = tmp_path / "pairs"
+    write_pairs(folder, [40, 50])
+    before = (folder / "index-0.json").read_text()
+    command = ["train-mapper", "--proxy", "o/small", "--target", "o/large", "--sources", "a.txt"]
+    command += ["--pairs", str(folder), "--pairs-only", "--device", "cpu"]
+    for options, message in (
+        (["--storage", "float32", "--chunk-tokens", "150"], "--chunk-tokens 2000, and now it is 150: give --chunk-"),
+        ([], "computed with --storage float32, and now it is float16: give --storage float32, or another --pairs"),
+    ):
+        assert cli.main([*command, *options]) == 2
+        assert message in capsys.readouterr().err and (folder / "index-0.json").read_text() == before
+    (folder / "index-0.json").write_text(before.replace('"storage": "float32"', '"storage": "int3"'))
+    assert cli.main(command) == 2
+    assert "unknown settings" in capsys.readouterr().err
 
 
 def test_pairs_only(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

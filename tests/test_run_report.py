@@ -8,7 +8,7 @@ import pytest
 from tiny_texts import english, save_tiny_checkpoint
 
 from nearfar import cli
-from nearfar.evaluation import run_report
+from nearfar.evaluation import run_charts, run_lines, run_tables
 from nearfar.evaluation.benchmark_runs import BenchmarkRun
 from nearfar.evaluation.run_report import (
     compare,
@@ -61,10 +61,10 @@ def all_runs(**changes: Any) -> list[BenchmarkRun]:
 def test_times_beside_other_processes_are_told() -> None:
     runs = all_runs()
     (comparison,) = compare(runs)
-    assert not any("folder" in line for line in run_report._notes(comparison))
+    assert not any("folder" in line for line in run_tables.notes(comparison))
     next(iter(runs[0].samples.values()))["shared"] = True
     next(iter(runs[1].samples.values()))["shared"] = False
-    assert "Times: 1 of 42 samples were measured while other processes" in run_report._notes(comparison)[-1]
+    assert "Times: 1 of 42 samples were measured while other processes" in run_tables.notes(comparison)[-1]
     assert [entry.get("shared") for entry in runs[0].scores()] == [1, None, None]
 
 
@@ -233,18 +233,18 @@ def test_a_cache_goes_by_its_name(tmp_path: Path) -> None:
     assert "- KVzip: `chunk_tokens=64`\n- ProxyKV: `mapper=/long/path/mapm`, `proxy=/long/path/prox`\n" in report
     assert "% of KVzip's" in report  # found by its name
     (comparison,) = compare(runs)
-    assert [line.label for line in run_report._lines(comparison)] == ["Full cache", "KVzip", "ProxyKV"]
+    assert [line.label for line in run_lines.cache_lines(comparison)] == ["Full cache", "KVzip", "ProxyKV"]
 
     runs += [made_up("proxykv", ratio, cache_options={**proxykv, "mapper": "/other/new/mapm"}) for ratio in (0.1, 0.3)]
     (comparison,) = compare(runs[::-1])
-    lines = run_report._lines(comparison)
+    lines = run_lines.cache_lines(comparison)
     assert [line.label for line in lines[2:]] == ["ProxyKV (mapper=path/mapm)", "ProxyKV (mapper=new/mapm)"]
     # Runs of one line stand together, by size.
     assert [run for line in lines for run in line.runs] == comparison.runs
     assert lines[2].run_label(lines[2].runs[0]) == "proxykv 0.1 (mapper=path/mapm)"
     (comparison,) = compare([made_up("snapkv", 0.3, cache_options=options) for options in ({}, {"window": 8})])
-    assert [line.label for line in run_report._lines(comparison)] == ["SnapKV", "SnapKV (window=8)"]
-    assert run_report._arguments(comparison)[2:4] == ["- SnapKV: no arguments", "- SnapKV (window=8): `window=8`"]
+    assert [line.label for line in run_lines.cache_lines(comparison)] == ["SnapKV", "SnapKV (window=8)"]
+    assert run_tables.cache_arguments(comparison)[2:4] == ["- SnapKV: no arguments", "- SnapKV (window=8): `window=8`"]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_cache_goes_by_its_name(tmp_path: Path) -> None:
     ],
 )
 def test_paths_are_as_short_as_they_differ(values: list[Any], shown: list[str]) -> None:
-    assert run_report._short_values(values) == shown
+    assert run_lines._short_values(values) == shown
 
 
 def test_the_heat_map_keeps_a_cache_together() -> None:
@@ -294,8 +294,8 @@ def test_intervals_stand_beside_each_other() -> None:
     assert all(line.get_transform() == task.transData for line in task.get_lines()[1:])
     # Many ratios leave less room: a line's points stay nearer to their own ratio than to the next.
     runs = [made_up(name, ratio / 50) for name in ("snapkv", "kvzip", "h2o", "random") for ratio in range(1, 50)]
-    lines = run_report._lines(compare(runs)[0])
-    places = list(run_report._dodges(lines, 300.0).values())
+    lines = run_lines.cache_lines(compare(runs)[0])
+    places = list(run_charts._dodges(lines, 300.0).values())
     assert places == sorted(places) and places[-1] == -places[0] and 0 < places[-1] < 300 / 50 / 2
 
 

@@ -46,7 +46,7 @@ from nearfar.training.mapper_contexts import PairContext, ids_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["MapperPairs", "PairSettings", "StoredContext", "compute_pairs", "stored_states"]
+__all__ = ["MapperPairs", "PairSettings", "StoredContext", "compute_pairs", "stored_settings"]
 
 logger = logging.getLogger(__name__)
 
@@ -308,14 +308,20 @@ def _indexes(folder: Path, header: dict[str, Any] | None = None) -> list[dict[st
     return found
 
 
-def stored_states(folder: str | Path) -> ProxyStates | None:
-    """The proxy's states that the pairs of a folder hold; None where there are no pairs.
+def stored_settings(folder: str | Path) -> PairSettings | None:
+    """What the pairs of a folder were computed with, and more of them have to be; None where there are no pairs.
 
     Raises:
         ValueError: damaged or mixed indexes.
     """
     indexes = _indexes(Path(folder))
-    return _states_of(indexes[0]["settings"]) if indexes else None
+    if not indexes:
+        return None
+    found = {**_UNNAMED, **indexes[0]["settings"]}
+    try:
+        return PairSettings(**found)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder} lists pairs of unknown settings {found}: {error}") from None
 
 
 def _states_of(settings: dict[str, Any]) -> ProxyStates:
