@@ -77,6 +77,11 @@ class DARCacheLayer(CacheLayerMixin):
         return self.max_tokens is not None
 
     @property
+    def batch(self) -> int:
+        """Rows, 0 before the first tokens."""
+        return 0 if self.near_keys is None else self.near_keys.shape[0]
+
+    @property
     def ring(self) -> int:
         """Slots of the ring of full keys and values, tokens."""
         return self.window if self.near_keys is None else self.near_keys.shape[2]
@@ -206,7 +211,7 @@ class DARCacheLayer(CacheLayerMixin):
         if slots <= self.ring:
             return
         position = torch.arange(self.ring, device=self.near_keys.device)
-        last = self._row_lengths()[:, None] - 1
+        last = self.row_lengths()[:, None] - 1
         held = last - (last - position) % max(self.ring, 1)  # the position in each slot; negative: none
         for name in ("near_keys", "near_values"):
             old = getattr(self, name)
@@ -217,7 +222,8 @@ class DARCacheLayer(CacheLayerMixin):
             wide.scatter_add_(2, target[:, None, :, None].expand_as(old), source)
             setattr(self, name, wide)
 
-    def _row_lengths(self) -> torch.Tensor:
+    def row_lengths(self) -> torch.Tensor:
+        """Tokens of each row, `(batch,)`."""
         assert self.near_keys is not None
         if self.lengths is not None:
             return self.lengths

@@ -26,6 +26,7 @@ from ..configuration.configuration_dar import DARConfig
 from .cache_dar import DARCache, DARCacheLayer
 from .checkpointed_cache import cache_for_pass
 from .compat import CACHE_FIELD, mask_arguments, rename_cache
+from .continued_positions import check_positions_continue
 from .dar_attention import FarPairs, dar_attention, projected_dar_attention, projects_itself
 from .dar_cached_attention import FarAngles, cached_dar_attention, dense_cached_attention
 from .dar_decode_kernel import fused_step, step_kernel_available
@@ -255,7 +256,8 @@ class DARModel(DARPreTrainedModel):
 
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`, a mask of another shape, a cache of a
-                model with another window, or one with tokens where layers are checkpointed.
+                model with another window, of other rows or another dtype, one with tokens where layers are
+                checkpointed, or positions that do not come after those of a cache.
             TypeError: a cache that cannot hold bottlenecks.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -267,9 +269,12 @@ class DARModel(DARPreTrainedModel):
         seen = 0 if cache is None else cache.get_seq_length()
         plan = AttentionPlan()
         if self.config.has_bottleneck:
-            self._check_cache(cache)
+            self._check_cache(cache, inputs_embeds)
             known = None if isinstance(seen, torch.Tensor) else seen
             plan = plan_attention(attention_mask, position_ids, batch, tokens, known, cache is not None)
+            # A static cache counts on the device, and a step is not to wait for one.
+            if known and tokens > 1 and not torch.compiler.is_compiling():
+                check_positions_continue(position_ids, plan.real, cache.layers[0].row_lengths())
         if use_cache and cache is None and self._may_cache(plan):
             cache = DARCache(self.config) if self.config.has_bottleneck else DynamicCache(config=self.config)
         if position_ids is None:
@@ -306,7 +311,7 @@ class DARModel(DARPreTrainedModel):
         hidden_states = self.final_layer_norm(hidden_states.to(self.final_layer_norm.weight.dtype))
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE_FIELD: cache})
 
-    def _check_cache(self, cache: Any) -> None:
+    def _check_cache(self, cache: Any, inputs_embeds: torch.Tensor) -> None:
         if cache is None:
             return
         if not getattr(cache, "keeps_bottlenecks", False):
@@ -319,6 +324,24 @@ class DARModel(DARPreTrainedModel):
             raise ValueError(
                 f"The cache is of a model with window {window} and {layers} layers, this one has window "
                 f"{self.config.near_window} and {len(self.layers)} layers: make it with DARCache(model)."
+            )
+        first = cache.layers[0]
+        if not first.is_initialized:
+            return
+        if first.batch != inputs_embeds.shape[0]:
+            raise ValueError(
+                f"The cache holds {first.batch} row(s) and the input has {inputs_embeds.shape[0]}: repeat it with "
+                "batch_repeat_interleave, choose from it with batch_select_indices, or use another cache."
+            )
+        if first.near_keys.dtype != inputs_embeds.dtype and not torch.is_autocast_enabled(inputs_embeds.device.type):
+            raise ValueError(
+                f"The cache holds {first.near_keys.dtype} and the model computes in {inputs_embeds.dtype}: use the "
+                "model in the dtype the context was read in."
+            )
+        if first.device != inputs_embeds.device:
+            raise ValueError(
+                f"The cache lies on {first.device} and the model's input on {inputs_embeds.device}: read the context "
+                "with the model where it is now."
             )
 
     def _may_cache(self, plan: AttentionPlan) -> bool:

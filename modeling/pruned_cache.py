@@ -30,6 +30,7 @@ from transformers import Cache, PreTrainedConfig
 from .attention_dispatch import AttentionCall, AttentionOutput
 from .budgets import ALLOCATIONS, Allocation, Candidates, check_budget, passing, select, weakest_kept
 from .context_file import read_context, write_context
+from .continued_positions import check_positions_continue
 from .layer_state import CacheSnapshot, all_tensors, copy_layer_state, put_layer_state
 from .new_token_padding import new_tokens_valid
 from .prunable_models import attention_types, refuse_unsupported, text_config
@@ -227,16 +228,13 @@ class PrunedCache(Cache):
         """Attention of one layer's new tokens over what is kept and themselves; then eviction where it is due."""
         refuse_unsupported(call)
         batch, _, n, _ = call.keys.shape
-        if layer.store.dtype != call.keys.dtype:
-            raise ValueError(
-                f"The cache holds {layer.store.dtype} and the model computes in {call.keys.dtype}: use the "
-                "model in the dtype the context was read in."
-            )
         if layer.is_first and layer.record_past and not self._held:
             self._evict_when_due(layer)  # what is still here at the next pass has been accepted
         layer.device = call.keys.device
         layer.wake()
         valid = self._validity(call.mask, batch, n)
+        if layer.is_first and layer.seen > 0:
+            check_positions_continue(call.position_ids, valid, layer.store.real_tokens)
         positions = self._rotary_positions(layer, call.position_ids, valid, batch, n)
         prefill = n > 1
         holding = self._held or layer.record_past
