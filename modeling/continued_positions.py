@@ -40,7 +40,7 @@ def check_positions_continue(
     raise ValueError(
         f"New tokens of row {row} begin at position {begin}, and the cache has seen {seen} tokens of it. Give "
         "generate the whole text, which must be longer than what the cache has seen, or the new ids alone with an "
-        "attention_mask of the whole text's length; and no use_cache=False beside a cache. What the cache has seen as "
-        "tokens cannot become padding afterwards: where answers of a batch ended early, leave the mask at 1 behind "
-        "them, or give each row a cache of its own."
+        "attention_mask of the whole text's length; no use_cache=False beside a cache; and assisted decoding an empty "
+        "cache, for it feeds the whole text again. What the cache has seen as tokens cannot become padding afterwards: "
+        "where answers of a batch ended early, leave the mask at 1 behind them, or give each row a cache of its own."
     )

@@ -282,10 +282,8 @@ class PrunedCache(Cache):
             pairs = store.stored
             return decode_attention(call.query, pairs.keys, pairs.values, store.plan, call.scaling), None
         columns = torch.arange(first_column, first_column + n, device=call.query.device, dtype=torch.int32)
-        return (
-            ragged_attention(call.query, store.pairs, call.scaling, columns, layer.window, tail=valid is None),
-            None,
-        )
+        output = ragged_attention(call.query, store.pairs, call.scaling, columns, layer.window, tail=valid is None)
+        return output.contiguous(), None  # as stock functions give it, for models that take a view
 
     def _validity(self, mask: Any, batch: int, n: int) -> torch.Tensor | None:
         """`(batch, n)`, bool: which new tokens are real; None when all are. Read off the model's own mask."""

@@ -169,6 +169,9 @@ def test_texts_that_do_not_go_on_where_the_cache_ends_are_refused(name: str) -> 
             model.generate(ids[:, :21], **GREEDY, past_key_values=read(tokens))
     with pytest.raises(ValueError, match="no use_cache=False beside a cache"):
         model.generate(ids, **GREEDY, past_key_values=read(29), use_cache=False)
+    if name != "proxyformer":
+        with pytest.raises(ValueError, match="assisted decoding an empty cache"):
+            model.generate(ids, **GREEDY, past_key_values=read(21), prompt_lookup_num_tokens=3)
     # What is right: the whole text, or what comes last with a mask of all.
     wanted = model.generate(ids, **GREEDY, use_cache=False)[:, 30:]
     assert torch.equal(model.generate(ids, **GREEDY, past_key_values=read(21))[:, 30:], wanted)
