@@ -100,6 +100,22 @@ class DARCacheLayer(CacheLayerMixin):
             "default) with other models."
         )
 
+    def check_kind(self, bottleneck: torch.Tensor) -> None:
+        """Raise a `ValueError` unless new bottlenecks are of the dtype (but for autocast) and device of those held."""
+        held = self.bottlenecks
+        if held is None:
+            return
+        if held.dtype != bottleneck.dtype and not torch.is_autocast_enabled(bottleneck.device.type):
+            raise ValueError(
+                f"The cache holds {held.dtype} and the model computes in {bottleneck.dtype}: use the model in the "
+                "dtype the context was read in."
+            )
+        if held.device != bottleneck.device:
+            raise ValueError(
+                f"The cache lies on {held.device} and the model computes on {bottleneck.device}: read the context "
+                "with the model where it is now."
+            )
+
     def append(
         self,
         key: torch.Tensor,

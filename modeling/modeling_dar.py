@@ -91,6 +91,8 @@ class DARAttention(GPTNeoXAttention):
         bottleneck = self.bottleneck_down(hidden_states)
         if self.squashes:
             bottleneck = bottleneck.sigmoid()
+        if layer is not None:
+            layer.check_kind(bottleneck)
         heads = states.shape[-1] // (3 * self.head_size)
         far = self._far_pairs(bottleneck, heads, cos, sin, layer)
 
@@ -269,7 +271,7 @@ class DARModel(DARPreTrainedModel):
         seen = 0 if cache is None else cache.get_seq_length()
         plan = AttentionPlan()
         if self.config.has_bottleneck:
-            self._check_cache(cache, inputs_embeds)
+            self._check_cache(cache, batch)
             known = None if isinstance(seen, torch.Tensor) else seen
             plan = plan_attention(attention_mask, position_ids, batch, tokens, known, cache is not None)
             # A static cache counts on the device, and a step is not to wait for one.
@@ -311,7 +313,7 @@ class DARModel(DARPreTrainedModel):
         hidden_states = self.final_layer_norm(hidden_states.to(self.final_layer_norm.weight.dtype))
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE_FIELD: cache})
 
-    def _check_cache(self, cache: Any, inputs_embeds: torch.Tensor) -> None:
+    def _check_cache(self, cache: Any, batch: int) -> None:
         if cache is None:
             return
         if not getattr(cache, "keeps_bottlenecks", False):
@@ -325,23 +327,11 @@ class DARModel(DARPreTrainedModel):
                 f"The cache is of a model with window {window} and {layers} layers, this one has window "
                 f"{self.config.near_window} and {len(self.layers)} layers: make it with DARCache(model)."
             )
-        first = cache.layers[0]
-        if not first.is_initialized:
-            return
-        if first.batch != inputs_embeds.shape[0]:
+        rows = cache.layers[0].batch
+        if rows not in (0, batch):
             raise ValueError(
-                f"The cache holds {first.batch} row(s) and the input has {inputs_embeds.shape[0]}: repeat it with "
-                "batch_repeat_interleave, choose from it with batch_select_indices, or use another cache."
-            )
-        if first.near_keys.dtype != inputs_embeds.dtype and not torch.is_autocast_enabled(inputs_embeds.device.type):
-            raise ValueError(
-                f"The cache holds {first.near_keys.dtype} and the model computes in {inputs_embeds.dtype}: use the "
-                "model in the dtype the context was read in."
-            )
-        if first.device != inputs_embeds.device:
-            raise ValueError(
-                f"The cache lies on {first.device} and the model's input on {inputs_embeds.device}: read the context "
-                "with the model where it is now."
+                f"The cache holds {rows} row(s) and the input has {batch}: repeat it with batch_repeat_interleave, "
+                "choose from it with batch_select_indices, or use another cache."
             )
 
     def _may_cache(self, plan: AttentionPlan) -> bool:
