@@ -204,13 +204,13 @@ def test_rows_are_chosen_repeated_and_share_their_history() -> None:
 @torch.no_grad()
 def test_rows_chosen_by_a_mask() -> None:
     """As the rows of other caches; True and False are no numbers of rows."""
-    model, ids = tiny_proxyformer(), torch.randint(3, 61, (3, 14), generator=torch.Generator().manual_seed(0))
+    model, tokens = tiny_proxyformer(), ids(3, 14)
     chosen = torch.tensor([True, False, True])
     cache = ProxyCache(model)
-    model(ids[:, :9], past_key_values=cache)
+    cached(model, tokens[:, :9], cache)
     cache.batch_select_indices(chosen)
-    found = model(ids[chosen, 9:], past_key_values=cache).logits
-    assert (found - model(ids[chosen], use_cache=False).logits[:, 9:]).abs().max() < 1e-10
+    found, _ = cached(model, tokens[chosen, 9:], cache)
+    assert (found - model(tokens[chosen], use_cache=False).logits[:, 9:]).abs().max() < 1e-10
 
 
 @torch.no_grad()
