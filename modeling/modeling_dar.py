@@ -267,6 +267,11 @@ class DARModel(DARPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_in(input_ids)
         batch, tokens = inputs_embeds.shape[:2]
+        if tokens == 0:
+            raise ValueError(
+                f"The input has shape ({batch}, 0) and must have at least one token. generate feeds none where a "
+                "prompt is shorter than what its cache has seen: reset() the cache before another text."
+            )
         cache = cache_for_pass(self, past_key_values if cache is None else cache)
         seen = 0 if cache is None else cache.get_seq_length()
         plan = AttentionPlan()
