@@ -77,6 +77,11 @@ class DARCacheLayer(CacheLayerMixin):
         return self.max_tokens is not None
 
     @property
+    def batch(self) -> int:
+        """Rows, 0 before the first tokens."""
+        return 0 if self.near_keys is None else self.near_keys.shape[0]
+
+    @property
     def ring(self) -> int:
         """Slots of the ring of full keys and values, tokens."""
         return self.window if self.near_keys is None else self.near_keys.shape[2]
@@ -94,6 +99,22 @@ class DARCacheLayer(CacheLayerMixin):
             "A DARCache keeps bottlenecks besides keys and values, which only a DAR model has; use DynamicCache (the "
             "default) with other models."
         )
+
+    def check_kind(self, bottleneck: torch.Tensor) -> None:
+        """Raise a `ValueError` unless new bottlenecks are of the dtype (but for autocast) and device of those held."""
+        held = self.bottlenecks
+        if held is None:
+            return
+        if held.dtype != bottleneck.dtype and not torch.is_autocast_enabled(bottleneck.device.type):
+            raise ValueError(
+                f"The cache holds {held.dtype} and the model computes in {bottleneck.dtype}: use the model in the "
+                "dtype the context was read in."
+            )
+        if held.device != bottleneck.device:
+            raise ValueError(
+                f"The cache lies on {held.device} and the model computes on {bottleneck.device}: read the context "
+                "with the model where it is now."
+            )
 
     def append(
         self,
@@ -206,7 +227,7 @@ class DARCacheLayer(CacheLayerMixin):
         if slots <= self.ring:
             return
         position = torch.arange(self.ring, device=self.near_keys.device)
-        last = self._row_lengths()[:, None] - 1
+        last = self.row_lengths()[:, None] - 1
         held = last - (last - position) % max(self.ring, 1)  # the position in each slot; negative: none
         for name in ("near_keys", "near_values"):
             old = getattr(self, name)
@@ -217,7 +238,8 @@ class DARCacheLayer(CacheLayerMixin):
             wide.scatter_add_(2, target[:, None, :, None].expand_as(old), source)
             setattr(self, name, wide)
 
-    def _row_lengths(self) -> torch.Tensor:
+    def row_lengths(self) -> torch.Tensor:
+        """Tokens of each row, `(batch,)`."""
         assert self.near_keys is not None
         if self.lengths is not None:
             return self.lengths

@@ -26,6 +26,7 @@ from ..configuration.configuration_dar import DARConfig
 from .cache_dar import DARCache, DARCacheLayer
 from .checkpointed_cache import cache_for_pass
 from .compat import CACHE_FIELD, mask_arguments, rename_cache
+from .continued_positions import check_positions_continue
 from .dar_attention import FarPairs, dar_attention, projected_dar_attention, projects_itself
 from .dar_cached_attention import FarAngles, cached_dar_attention, dense_cached_attention
 from .dar_decode_kernel import fused_step, step_kernel_available
@@ -90,6 +91,8 @@ class DARAttention(GPTNeoXAttention):
         bottleneck = self.bottleneck_down(hidden_states)
         if self.squashes:
             bottleneck = bottleneck.sigmoid()
+        if layer is not None:
+            layer.check_kind(bottleneck)
         heads = states.shape[-1] // (3 * self.head_size)
         far = self._far_pairs(bottleneck, heads, cos, sin, layer)
 
@@ -255,7 +258,8 @@ class DARModel(DARPreTrainedModel):
 
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`, a mask of another shape, a cache of a
-                model with another window, or one with tokens where layers are checkpointed.
+                model with another window, of other rows or another dtype, one with tokens where layers are
+                checkpointed, or positions that do not come after those of a cache.
             TypeError: a cache that cannot hold bottlenecks.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -263,13 +267,21 @@ class DARModel(DARPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_in(input_ids)
         batch, tokens = inputs_embeds.shape[:2]
+        if tokens == 0:
+            raise ValueError(
+                f"The input has shape ({batch}, 0) and must have at least one token. generate feeds none where a "
+                "prompt is shorter than what its cache has seen: reset() the cache before another text."
+            )
         cache = cache_for_pass(self, past_key_values if cache is None else cache)
         seen = 0 if cache is None else cache.get_seq_length()
         plan = AttentionPlan()
         if self.config.has_bottleneck:
-            self._check_cache(cache)
+            self._check_cache(cache, batch)
             known = None if isinstance(seen, torch.Tensor) else seen
             plan = plan_attention(attention_mask, position_ids, batch, tokens, known, cache is not None)
+            # A static cache counts on the device, and a step is not to wait for one.
+            if known and tokens > 1 and not torch.compiler.is_compiling():
+                check_positions_continue(position_ids, plan.real, cache.layers[0].row_lengths())
         if use_cache and cache is None and self._may_cache(plan):
             cache = DARCache(self.config) if self.config.has_bottleneck else DynamicCache(config=self.config)
         if position_ids is None:
@@ -306,7 +318,7 @@ class DARModel(DARPreTrainedModel):
         hidden_states = self.final_layer_norm(hidden_states.to(self.final_layer_norm.weight.dtype))
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE_FIELD: cache})
 
-    def _check_cache(self, cache: Any) -> None:
+    def _check_cache(self, cache: Any, batch: int) -> None:
         if cache is None:
             return
         if not getattr(cache, "keeps_bottlenecks", False):
@@ -319,6 +331,12 @@ class DARModel(DARPreTrainedModel):
             raise ValueError(
                 f"The cache is of a model with window {window} and {layers} layers, this one has window "
                 f"{self.config.near_window} and {len(self.layers)} layers: make it with DARCache(model)."
+            )
+        rows = cache.layers[0].batch
+        if rows not in (0, batch):
+            raise ValueError(
+                f"The cache holds {rows} row(s) and the input has {batch}: repeat it with batch_repeat_interleave, "
+                "choose from it with batch_select_indices, or use another cache."
             )
 
     def _may_cache(self, plan: AttentionPlan) -> bool:

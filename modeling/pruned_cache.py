@@ -31,6 +31,7 @@ from transformers import Cache, PreTrainedConfig
 from .attention_dispatch import AttentionCall, AttentionOutput
 from .budgets import ALLOCATIONS, Allocation, Candidates, check_budget, passing, select, weakest_kept
 from .context_file import read_context, write_context
+from .continued_positions import check_positions_continue
 from .forward_pass import ForwardPass
 from .layer_state import CacheSnapshot, all_tensors, copy_layer_state, put_layer_state
 from .prunable_models import attention_types, refuse_unsupported, text_config
@@ -224,16 +225,13 @@ class PrunedCache(Cache):
         """Attention of one layer's new tokens over what is kept and themselves; then eviction where it is due."""
         refuse_unsupported(call)
         batch, _, n, _ = call.keys.shape
-        if layer.store.dtype != call.keys.dtype:
-            raise ValueError(
-                f"The cache holds {layer.store.dtype} and the model computes in {call.keys.dtype}: use the "
-                "model in the dtype the context was read in."
-            )
         if layer.is_first and layer.record_past and not self._held:
             self._evict_when_due(layer)  # what is still here at the next pass has been accepted
         layer.device = call.keys.device
         layer.wake()
         valid = self._pass.validity(call.mask, batch, n)
+        if layer.is_first and layer.seen > 0:
+            check_positions_continue(call.position_ids, valid, layer.store.real_tokens)
         positions = self._pass.positions(call.position_ids, valid, batch, n, layer.device, layer.store.real_tokens)
         prefill = n > 1
         holding = self._held or layer.record_past
@@ -284,10 +282,8 @@ class PrunedCache(Cache):
             pairs = store.stored
             return decode_attention(call.query, pairs.keys, pairs.values, store.plan, call.scaling), None
         columns = torch.arange(first_column, first_column + n, device=call.query.device, dtype=torch.int32)
-        return (
-            ragged_attention(call.query, store.pairs, call.scaling, columns, layer.window, tail=valid is None),
-            None,
-        )
+        output = ragged_attention(call.query, store.pairs, call.scaling, columns, layer.window, tail=valid is None)
+        return output.contiguous(), None  # as stock functions give it, for models that take a view
 
     def _queries(self, call: AttentionCall, valid: torch.Tensor | None, first_column: int) -> Queries:
         batch, _, n, _ = call.query.shape

@@ -13,6 +13,7 @@ from .attention_dispatch import AttentionCall, AttentionOutput, CacheHandle, tak
 from .budgets import Candidates
 from .ragged_store import RaggedStore
 from .resting_pairs import RestingPairs, put_to_rest, wake_up
+from .window_layer import check_batch_and_dtype
 
 if TYPE_CHECKING:
     from .pruned_cache import PrunedCache
@@ -83,11 +84,7 @@ class RaggedLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if key_states.shape[0] != self.store.batch:
-            raise ValueError(
-                f"The cache holds {self.store.batch} row(s) and got {key_states.shape[0]}: call reset() before "
-                "another batch, or batch_repeat_interleave / batch_select_indices to change the rows."
-            )
+        check_batch_and_dtype(key_states, self.store.batch, self.store.dtype)
         return take_over(self.cache.config, key_states, value_states, self)
 
     def attend(self, call: AttentionCall) -> AttentionOutput:

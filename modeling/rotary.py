@@ -42,11 +42,18 @@ class KeyRotation:
         for layer_type in sorted(set(self._layer_types)) if self._layer_types else [None]:
             chosen = parameters[layer_type] if layer_type is not None else parameters
             self._frequencies[layer_type] = _frequencies(config, chosen, layer_type)
+        # 0 where a layer has no rotary embedding, as every fourth of SmolLM3: angles of nothing there.
+        self._turns: list[int] | None = getattr(config, "no_rope_layers", None)
+        self._no_angles: torch.Tensor | None = None
 
     def frequencies(self, layer_idx: int, device: torch.device) -> tuple[torch.Tensor, float]:
         """A layer's inverse frequencies `(rotary dim / 2,)`, float32, and the model's factor on cos and sin."""
         layer_type = self._layer_types[layer_idx] if self._layer_types else None
         frequencies, scaling = self._frequencies[layer_type]
+        if self._turns and not self._turns[layer_idx]:
+            if self._no_angles is None or self._no_angles.device != device:
+                self._no_angles = torch.zeros_like(frequencies, device=device)
+            return self._no_angles, 1.0
         if frequencies.device != device:  # kept where they are used: a copy to a GPU costs more than a use
             frequencies = frequencies.to(device)
             self._frequencies[layer_type] = (frequencies, scaling)

@@ -15,7 +15,32 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.is_initialized:
+            check_batch_and_dtype(key_states, self.keys.shape[0], self.keys.dtype)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if self.keys.untyped_storage().nbytes() > 2 * self.keys.nbytes:
             self.keys, self.values = self.keys.clone(), self.values.clone()
         return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As in transformers, but nothing to remove is no error once the window is full."""
+        if tokens_to_remove != 0 or self.record_past:
+            super().crop(tokens_to_remove)
+
+
+def check_batch_and_dtype(key_states: torch.Tensor, batch: int, dtype: torch.dtype) -> None:
+    """Refuse new states, `(rows, …)`, that do not go with the `batch` rows of `dtype` which a cache holds.
+
+    Raises:
+        ValueError: another number of rows, or another dtype.
+    """
+    if key_states.shape[0] != batch:
+        raise ValueError(
+            f"The cache holds {batch} row(s) and got {key_states.shape[0]}: call reset() before another batch, or "
+            "batch_repeat_interleave / batch_select_indices to change the rows."
+        )
+    if key_states.dtype != dtype:
+        raise ValueError(
+            f"The cache holds {dtype} and the model computes in {key_states.dtype}: use the model in the dtype the "
+            "context was read in."
+        )

@@ -65,3 +65,14 @@ def test_padding_is_read_from_every_kind_of_mask() -> None:
     assert new_tokens_valid(four[:, :, -2:], 2, 2) is None  # two new tokens after three, all real
     with pytest.raises(TypeError, match="Unknown kind"):
         new_tokens_valid("mask", 1, 1)
+
+
+def test_a_mask_may_be_passed_by_name() -> None:
+    """As some models do."""
+    model = tiny_model()
+    take_over(model.config, torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), Owner())
+    states = torch.randn(1, 4, 3, 8, dtype=torch.float64)
+    attend, module = ALL_ATTENTION_FUNCTIONS[PREFIX + "sdpa"], model.model.layers[0].self_attn
+    keys = states[:, :2]
+    by_name, _ = attend(module, query=states, key=keys, value=keys, attention_mask=None, scaling=0.5)
+    assert torch.equal(by_name, attend(module, states, keys, keys, None, scaling=0.5)[0])

@@ -341,6 +341,15 @@ def test_inference_mode_and_no_grad_can_take_turns(static: bool, far_cache: str)
     assert (torch.cat(outputs, 1) - reference(model, ids)).abs().max() < 1e-10
 
 
+def test_no_tokens_are_refused() -> None:
+    model, cache = tiny_dar(), DARCache(tiny_dar())
+    with pytest.raises(ValueError, match=r"shape \(1, 0\) and must have at least one token"):
+        model(torch.zeros(1, 0, dtype=torch.long))
+    model.generate(random_ids(1, 20), past_key_values=cache, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    with pytest.raises(ValueError, match=r"reset\(\) the cache before another text"):
+        model.generate(random_ids(1, 7), past_key_values=cache, max_new_tokens=4, do_sample=False, eos_token_id=None)
+
+
 def test_a_cache_of_another_model_is_refused() -> None:
     model = tiny_dar(window_size=3)
     with pytest.raises(ValueError, match="window 7"):

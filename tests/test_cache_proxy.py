@@ -202,6 +202,18 @@ def test_rows_are_chosen_repeated_and_share_their_history() -> None:
 
 
 @torch.no_grad()
+def test_rows_chosen_by_a_mask() -> None:
+    """As the rows of other caches; True and False are no numbers of rows."""
+    model, tokens = tiny_proxyformer(), ids(3, 14)
+    chosen = torch.tensor([True, False, True])
+    cache = ProxyCache(model)
+    cached(model, tokens[:, :9], cache)
+    cache.batch_select_indices(chosen)
+    found, _ = cached(model, tokens[chosen, 9:], cache)
+    assert (found - model(tokens[chosen], use_cache=False).logits[:, 9:]).abs().max() < 1e-10
+
+
+@torch.no_grad()
 def test_a_copied_cache_goes_its_own_way() -> None:
     model = tiny_proxyformer()
     tokens = ids(1, 10)

@@ -4,8 +4,10 @@ Beams, greedy search, left padding and roll-back of each cache are tested beside
 `test_cache_proxy.py`, `test_pruned_cache.py`, `test_pruned_cache_state.py`.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -13,11 +15,12 @@ import pytest
 import torch
 from dar_models import tiny_dar
 from proxyformer_models import tiny_proxyformer
-from tiny_models import random_ids
+from tiny_models import random_ids, tiny_model
 from tiny_texts import tiny_llama, tiny_tokenizer
-from transformers import GenerationConfig, PreTrainedModel, TextIteratorStreamer, pipeline
+from transformers import Cache, GenerationConfig, PreTrainedModel, TextIteratorStreamer, pipeline
 
-from nearfar import DARCache, SnapKVCache, StreamingLLMCache
+from nearfar import DARCache, ProxyCache, SnapKVCache, StreamingLLMCache
+from nearfar.modeling.compat import cache_argument
 
 TOKENS = 261  # of the tiny tokenizer
 
@@ -39,6 +42,7 @@ KINDS = {
     "snapkv": Kind(tiny_llama, lambda model: {"past_key_values": SnapKVCache(model, budget=400)}),
 }
 OWN = ("dar", "proxyformer")
+OWN_CACHES: dict[str, Callable[[PreTrainedModel], Cache]] = {"dar": DARCache, "proxyformer": ProxyCache}
 GREEDY = {"max_new_tokens": 11, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 TOKENIZER = tiny_tokenizer()
 TOKENIZER.padding_side = "left"
@@ -147,6 +151,74 @@ def test_a_conversation_goes_on_in_the_cache_that_generate_returns(kind: Kind) -
     longer = torch.cat([first.sequences, ids[:, 20:]], dim=1)
     second = model.generate(longer, **GREEDY, past_key_values=cache)
     assert torch.equal(second, model.generate(longer, **GREEDY, use_cache=False))
+
+
+@pytest.mark.parametrize("name", ["dar", "proxyformer", "streaming_llm", "snapkv"])
+def test_texts_that_do_not_go_on_where_the_cache_ends_are_refused(name: str) -> None:
+    """transformers lets new tokens overlap with those that a cache has seen, and does not say so."""
+    model, ids = KINDS[name].make(), random_ids(1, 30)
+
+    def read(tokens: int) -> Any:
+        cache = KINDS[name].options(model).get("past_key_values") or OWN_CACHES[name](model)
+        with torch.no_grad():
+            model(ids[:, :tokens], **{cache_argument(model): cache})
+        return cache
+
+    for tokens in (21, 25, 30):  # a prompt with nothing new; a question alone
+        with pytest.raises(ValueError, match=rf"begin at position \d+, and the cache has seen {tokens} tokens"):
+            model.generate(ids[:, :21], **GREEDY, past_key_values=read(tokens))
+    with pytest.raises(ValueError, match="no use_cache=False beside a cache"):
+        model.generate(ids, **GREEDY, past_key_values=read(29), use_cache=False)
+    if name != "proxyformer":
+        with pytest.raises(ValueError, match="assisted decoding an empty cache"):
+            model.generate(ids, **GREEDY, past_key_values=read(21), prompt_lookup_num_tokens=3)
+    # What is right: the whole text, or what comes last with a mask of all.
+    wanted = model.generate(ids, **GREEDY, use_cache=False)[:, 30:]
+    assert torch.equal(model.generate(ids, **GREEDY, past_key_values=read(21))[:, 30:], wanted)
+    rest = model.generate(ids[:, 21:], attention_mask=torch.ones_like(ids), **GREEDY, past_key_values=read(21))
+    assert torch.equal(rest[:, 9:], wanted)
+
+
+@pytest.mark.parametrize("name", ["dar", "proxyformer", "streaming_llm", "snapkv"])
+def test_the_filling_behind_an_answer_that_ended_early_stays_text(name: str) -> None:
+    """A row that is over gets padding, which its cache holds as tokens: no later mask takes them back."""
+    model, inputs = KINDS[name].make(), unequal()
+    ended = {**GREEDY, "eos_token_id": int(model.generate(**inputs, **GREEDY, use_cache=False)[1, 20])}
+    cache = KINDS[name].options(model).get("past_key_values") or OWN_CACHES[name](model)
+    answers = model.generate(**inputs, **ended, past_key_values=cache)
+    longer = torch.cat([answers, random_ids(2, 5, 3)], dim=1)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, longer.shape[1] - 17), value=1)
+    hidden = mask.clone()
+    hidden[1, 21 : answers.shape[1]] = 0
+    assert answers.shape[1] > 23
+    with pytest.raises(ValueError, match=r"row 1 begin .* leave the mask at 1 behind"):
+        model.generate(longer, attention_mask=hidden, **GREEDY, past_key_values=copy.deepcopy(cache))
+    found = model.generate(longer, attention_mask=mask, **GREEDY, past_key_values=cache)
+    assert torch.equal(found, model.generate(longer, attention_mask=mask, **GREEDY, use_cache=False))
+
+
+@pytest.mark.parametrize("name", ["dar", "proxyformer", "streaming_llm", "gemma3"])
+def test_several_sequences_from_one_row_that_has_been_read(name: str) -> None:
+    model = tiny_model("gemma3") if name == "gemma3" else KINDS[name].make()
+    cache, ids = OWN_CACHES.get(name, partial(StreamingLLMCache, budget=400))(model), random_ids(1, 20)
+    with torch.no_grad():
+        model(ids[:, :12], **{cache_argument(model): cache})
+    with pytest.raises(ValueError, match=r"holds 1 row.*batch_repeat_interleave"):
+        model.generate(ids, **{**GREEDY, "do_sample": True}, num_return_sequences=3, past_key_values=cache)
+    cache.batch_repeat_interleave(3)
+    found = model.generate(ids.repeat(3, 1), **GREEDY, past_key_values=cache)
+    assert torch.equal(found, model.generate(ids, **GREEDY, use_cache=False).repeat(3, 1))
+
+
+@pytest.mark.parametrize("name", ["dar", "streaming_llm", "gemma3"])
+def test_a_context_read_in_another_dtype(name: str) -> None:
+    """A ProxyFormer reads one, see `test_cache_proxy.py`."""
+    model = tiny_model("gemma3") if name == "gemma3" else KINDS[name].make()
+    cache, ids = OWN_CACHES.get(name, partial(StreamingLLMCache, budget=400))(model), random_ids(1, 20)
+    with torch.no_grad():
+        model(ids[:, :12], **{cache_argument(model): cache})
+    with pytest.raises(ValueError, match=r"holds torch\.float64 and the model computes in torch\.bfloat16"):
+        model.bfloat16().generate(ids, **GREEDY, past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", ["dar", "streaming_llm", "snapkv"])

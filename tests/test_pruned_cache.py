@@ -1,5 +1,7 @@
 """What a `PrunedCache` computes, against the dense oracle in float64 and against the full cache."""
 
+from typing import Any
+
 import pytest
 import torch
 from dense_oracle import Drive
@@ -139,6 +141,21 @@ def test_right_padding_is_never_kept_nor_seen(policy: type[PrunedCache]) -> None
     assert all(max(head) == 11 for head in cache.kept_columns(0, row=1))
     drive.feed(random_ids(2, 3))
     assert drive.error() < EXACT
+
+
+def test_a_model_may_take_a_view_of_what_attention_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock functions give contiguous outputs, and some models count on it; lengths are uneven here."""
+    outputs = []
+    attend = PrunedCache.attend
+
+    def noted(cache: PrunedCache, *args: Any) -> Any:
+        outputs.append(attend(cache, *args)[0])
+        return outputs[-1], None
+
+    monkeypatch.setattr(PrunedCache, "attend", noted)
+    model = tiny_model()
+    run_turns(Drive(model, UnevenCache(model, budget=9)), prompt=20)
+    assert outputs and all(output.is_contiguous() for output in outputs)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -269,12 +269,18 @@ def test_a_second_turn_after_assisted_decoding_is_pruned_again(policy: type[Prun
     model, assistant = tiny_model(), tiny_model(seed=3)
     cache = policy(model, budget=10, eviction_interval=4)
     ids = model.generate(random_ids(1, 20), assistant_model=assistant, past_key_values=cache, max_new_tokens=12)
+
+    def go_on(tokens: int) -> torch.Tensor:
+        # All of it is text, also where a random model says the padding token's id.
+        mask = torch.ones_like(ids)
+        return model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
+
     for turn in range(3):
         ids = torch.cat([ids, random_ids(1, 40, turn)], 1)
-        ids = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+        ids = go_on(6)
         assert cache.kept_pairs() <= (10 + 4 + 40 + 6) * 6
     for _ in range(8):
-        ids = model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        ids = go_on(3)
     assert cache.kept_pairs() <= (10 + 8) * 6
 
 
@@ -414,6 +420,20 @@ def test_crop_removes_everywhere_or_nowhere(family: str) -> None:
     with pytest.raises(ValueError, match="minus"):
         cache.crop(5)
     assert [layer.get_seq_length() for layer in cache.layers] == lengths
+
+
+@torch.no_grad()
+def test_a_crop_of_nothing_behind_a_full_window() -> None:
+    """Nothing is lost, so nothing is refused; sliding layers that do not record go on as they were."""
+    model, ids = tiny_model("gemma3"), random_ids(1, 33)
+    cache = UnevenCache(model, budget=12)
+    argument = cache_argument(model)
+    model(ids[:, :30], **{argument: cache})
+    twin = copy.deepcopy(cache)
+    cache.crop(0)
+    assert cache.get_seq_length() == 30
+    found, wanted = (model(ids[:, 30:], **{argument: one}).logits for one in (cache, twin))
+    assert torch.equal(found, wanted)
 
 
 def test_a_context_loaded_with_other_settings(tmp_path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny_models import random_ids, tiny_config, tiny_model
-from transformers import DynamicCache, GPTJConfig, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, GPTJConfig, LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 from nearfar.modeling.compat import cache_argument
 from nearfar.modeling.rotary import KeyRotation
@@ -28,6 +28,19 @@ def test_keys_move_as_the_model_would_have_rotated_them(family: str) -> None:
         # The model takes its angles in float32.
         assert torch.allclose(rotation.rotate(near, torch.tensor([[189]]), layer), far, atol=1e-4)
         assert torch.allclose(rotation.unrotate(far, torch.tensor([[200]]), layer), zero, atol=1e-4)
+
+
+def test_layers_without_a_rotary_embedding() -> None:
+    config = SmolLM3Config(**{**tiny_config("llama").to_dict(), "num_hidden_layers": 4, "layer_types": None})
+    torch.manual_seed(0)
+    model, ids = SmolLM3ForCausalLM(config).double().eval(), random_ids(1, 1)
+    rotation = KeyRotation(model.config)
+    turned = []
+    for layer, (near, far) in enumerate(zip(keys_at(model, ids, 11), keys_at(model, ids, 200), strict=True)):
+        turned.append(not torch.equal(near, far))
+        assert torch.allclose(rotation.rotate(near, torch.tensor([[189]]), layer), far, atol=1e-4)
+        assert torch.allclose(rotation.unrotate(far, torch.tensor([[189]]), layer), near, atol=1e-4)
+    assert turned == [True, True, True, False]
 
 
 @pytest.mark.parametrize(

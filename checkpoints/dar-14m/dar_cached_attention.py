@@ -313,7 +313,7 @@ def dense_cached_attention(
         the cache keeps them, real ones only.
     """
     batch, _, new, _ = query.shape
-    past_lengths = layer._row_lengths().clone() if layer.is_initialized else query.new_zeros(batch, dtype=torch.long)
+    past_lengths = layer.row_lengths().clone() if layer.is_initialized else query.new_zeros(batch, dtype=torch.long)
     # Near keys and values of all tokens, zero where the ring no longer holds them: those are far from every query.
     longest = int(past_lengths.max()) if batch else 0
     full_key, full_value = (x.new_zeros(batch, x.shape[1], longest, x.shape[3]) for x in (key, value))

@@ -277,8 +277,9 @@ class ProxyCache(Cache):
         self._choose(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows only, in this order."""
-        self._choose(indices.tolist())
+        """Keep these rows only, in this order; or those that a mask `(batch,)`, bool, marks."""
+        rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        self._choose(rows.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row; what is kept of the history is stored once for all of them.

@@ -21,6 +21,7 @@ from .cache_proxy import ProxyCache
 from .checkpointed_cache import cache_for_pass
 from .chunked_loss import IGNORED
 from .compat import CACHE_FIELD, mask_arguments, rename_cache
+from .continued_positions import check_positions_continue
 from .next_token_loss import NextTokenLoss
 from .proxy_generation import ProxyFormerLayer
 from .proxy_grid import Grid, input_columns
@@ -127,7 +128,7 @@ class ProxyFormerModel(ProxyFormerStreams):
 
         Raises:
             ValueError: ids outside the vocabulary, shapes that do not fit, packed rows, embeddings instead of ids, a
-                cache with tokens where layers are checkpointed.
+                cache with tokens where layers are checkpointed, positions that do not come after those of a cache.
             TypeError: a cache that cannot hold proxies.
         """
         cache = cache_for_pass(self, past_key_values if cache is None else cache)
@@ -147,6 +148,8 @@ class ProxyFormerModel(ProxyFormerStreams):
             if use_cache and cache is None and not torch.is_grad_enabled():
                 cache = ProxyCache(self.config)
             self._check_cache(cache)
+            if cache is not None and cache.get_seq_length() > 0:
+                _check_continued(position_ids, attention_mask, cache)
             hidden, middle, grid = self._two_streams(
                 input_ids, attention_mask, cache, history_ids, history_attention_mask, condition_states, wanted, states
             )
@@ -258,6 +261,14 @@ def _check_positions(position_ids: torch.Tensor | None, mask: torch.Tensor | Non
             "position_ids pack several sequences into a row, and a ProxyFormer's row is one sequence: give each its "
             "own row, with an attention_mask."
         )
+
+
+def _check_continued(position_ids: torch.Tensor | None, mask: torch.Tensor | None, cache: Any) -> None:
+    if position_ids is None or torch.compiler.is_compiling():
+        return
+    columns = position_ids.shape[-1]
+    real = None if mask is None or mask.ndim != 2 or mask.shape[1] < columns else mask[:, -columns:].bool()
+    check_positions_continue(position_ids, real, cache.lengths)
 
 
 class ProxyFormerForCausalLM(ProxyFormerPreTrainedModel, NextTokenLoss, GenerationMixin):

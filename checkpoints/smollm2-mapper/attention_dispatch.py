@@ -137,19 +137,24 @@ def _register(stock_name: str) -> str:
 
 def _attention_function(stock_name: str) -> Callable[..., AttentionOutput]:
     def attention(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,  # as stock functions call it: some models pass it by name
+        **kwargs: Any,
     ) -> AttentionOutput:
         config: Any = module.config
         name_attention(config, stock_name)
         if not isinstance(key, CacheHandle):
-            return _stock_function(module, stock_name)(module, query, key, value, mask, **kwargs)
+            return _stock_function(module, stock_name)(module, query, key, value, attention_mask, **kwargs)
         scaling = kwargs.get("scaling")
         call = AttentionCall(
             module=module,
             query=query,
             keys=key.unwrap(),
             values=value.unwrap() if isinstance(value, CacheHandle) else value,
-            mask=mask,
+            mask=attention_mask,
             scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             position_ids=kwargs.get("position_ids"),
             stock_name=stock_name,
