@@ -30,7 +30,9 @@ def check_positions_continue(
         counts = torch.ones_like(first, dtype=torch.bool)
     else:
         first = position_ids.expand_as(real).gather(1, real.int().argmax(1, keepdim=True))[:, 0]
-        counts = real.any(1)
+        # A mask that is too short for cache and new tokens hides all of these; padding has no positions that run on.
+        run_on = position_ids[:, -1] - position_ids[:, 0] == position_ids.shape[1] - 1
+        counts = real.any(1) | run_on
     before = torch.as_tensor(held, device=first.device)
     overlapping = ((first < before) & counts).nonzero()[:, 0].tolist()
     if not overlapping:

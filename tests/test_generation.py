@@ -165,7 +165,9 @@ def test_texts_that_do_not_go_on_where_the_cache_ends_are_refused(name: str) -> 
         return cache
 
     for tokens in (21, 25, 30):  # a prompt with nothing new; a question alone
-        with pytest.raises(ValueError, match=rf"begin at position \d+, and the cache has seen {tokens} tokens"):
+        # Where generate passes a mask of the prompt, DAR says that it is too short.
+        why = rf"begin at position \d+, and the cache has seen {tokens} tokens|attention_mask must have shape"
+        with pytest.raises(ValueError, match=why):
             model.generate(ids[:, :21], **GREEDY, past_key_values=read(tokens))
     with pytest.raises(ValueError, match="no use_cache=False beside a cache"):
         model.generate(ids, **GREEDY, past_key_values=read(29), use_cache=False)
