@@ -232,7 +232,12 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument(
         "--model", default=None, metavar="ID_OR_DIR", help="a causal language model (default: the packaged one)"
     )
-    parser.add_argument("--cache", default="proactive", metavar="NAME", help="which cache; `full` prunes nothing")
+    parser.add_argument(
+        "--cache",
+        default="proactive",
+        metavar="NAME",
+        help="which cache; `full` prunes nothing, and is what a DAR or a ProxyFormer makes itself",
+    )
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", default=None, metavar="TEXT")
     prompt.add_argument("--prompt-file", default=None, metavar="FILE", help="UTF-8 text; - for standard input")
@@ -246,7 +251,7 @@ def _add_generate(commands: Any) -> None:
         metavar="P",
         help="with a temperature: sample from the likeliest tokens of this total probability",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument("--seed", type=_seed, default=0, help="of the sampling")
     _add_budget_arguments(parser)
     add_machine_arguments(parser)
 
@@ -292,6 +297,13 @@ def _count(text: str) -> int:
     value = _integer(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = _count(text)
+    if value >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"must be below 2^32, got {text}")
     return value
 
 
@@ -439,6 +451,9 @@ def add_scorers(
     Raises:
         UserError: they cannot be loaded, or do not go together.
     """
+    from transformers import AutoConfig
+
+    from nearfar.configuration.configuration_axial_mapper import HybridAxialMapperConfig
     from nearfar.modeling.cache_iam import IAMScorer
     from nearfar.modeling.cache_registry import CACHES
     from nearfar.modeling.kvzip_scores import RepeatPrompt
@@ -462,9 +477,24 @@ def add_scorers(
             continue
         assert sources["mapper"] is not None
         with _loading(sources["mapper"]):
+            kind = AutoConfig.from_pretrained(sources["mapper"]).model_type
+            if kind != HybridAxialMapperConfig.model_type:
+                raise ValueError(f"it is no mapper, but a {kind} model; {_HOW_TO_MAKE['mapper']}")
             # In float32 also on a GPU: scores that differ by little would be equal in half precision.
             mapper = HybridAxialMapper.from_pretrained(sources["mapper"], dtype="float32").to(device).eval()
         options[name]["scorer"] = ProxyScorer(proxy, mapper, *tokenizers, prefix_ids=prompt.prefix)
+
+
+def check_out(out: Path, option: str = "--out") -> None:
+    """Raise UserError unless files can be written in the folder `out`."""
+    from nearfar.modeling.atomic_file import check_writable
+
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{option} {out} is a file; give a folder")
+    try:
+        check_writable(out)
+    except ValueError as error:
+        raise UserError(f"{option} {error}") from None
 
 
 def find_device(args: argparse.Namespace) -> torch.device:
@@ -478,6 +508,10 @@ def find_device(args: argparse.Namespace) -> torch.device:
         raise UserError(f"unknown device {args.device!r}; try cpu or cuda") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"there is no device {args.device}: {torch.cuda.device_count()} CUDA devices were found")
+    try:
+        torch.ones(1, device=device).item()
+    except (RuntimeError, NotImplementedError, AssertionError):  # of a kind that this torch was not built for, or meta
+        raise UserError(f"--device {args.device} does not work here; try cpu or cuda") from None
     return device
 
 
@@ -527,6 +561,7 @@ def load_config(source: str) -> PreTrainedConfig:
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
+    check_tokenizer(source)
     with _loading(source):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
     return tokenizer
@@ -550,8 +585,36 @@ def _loading(source: str) -> Iterator[None]:
     register()
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load {source}: {error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file makes the libraries raise errors of any kind
+        nowhere = "it is no folder here, and: " if isinstance(error, OSError) and not Path(source).exists() else ""
+        why = str(error).partition(" Model type should be one of")[0]  # hundreds of names follow
+        raise UserError(f"cannot load {source}: {nowhere}{why or type(error).__name__}") from error
+
+
+def check_tokenizer(source: str) -> None:
+    """Raise UserError for a folder without a tokenizer; the library asks for packages that would not help."""
+    folder = Path(source)
+    if folder.is_dir() and not any(any(folder.glob(name)) for name in ("*token*", "vocab*", "*.model")):
+        raise UserError(f"{source} is a folder without a tokenizer (tokenizer.json): copy the model's own there")
+
+
+def check_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Raise UserError for a tokenizer that writes ids which the model has no embedding for."""
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if size is not None and tokenizer.vocab_size > size:  # added tokens, which may go unused, are not counted
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, and {source} knows {size:,}: give the model's own"
+        )
+
+
+def own_cache(config: PreTrainedConfig) -> str | None:
+    """The kind of a model that compresses by itself and makes its own cache; None for all others."""
+    from nearfar.evaluation.context_reading import OWN_CACHE_MODELS
+
+    kind: str = config.model_type
+    return kind if kind in OWN_CACHE_MODELS and getattr(config, "has_bottleneck", True) else None
 
 
 def check_length(config: PreTrainedConfig, tokens: int, what: str) -> None:
@@ -607,7 +670,7 @@ def _generate(args: argparse.Namespace) -> int:
     from nearfar.modeling.cache_kvzip import KVzipCache
     from nearfar.modeling.cache_proxykv import ProxyKVCache
     from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, cache_nbytes, make_cache
-    from nearfar.modeling.compat import cache_argument
+    from nearfar.modeling.compat import CACHE_FIELD, cache_argument
 
     source = model_source(args.model)
     tokenizer = load_tokenizer(source)
@@ -622,13 +685,23 @@ def _generate(args: argparse.Namespace) -> int:
     length = inputs["input_ids"].shape[1]
     if length == 0:
         raise UserError("the prompt is empty")
-    check_length(load_config(source), length + args.max_new_tokens, "the prompt with the new tokens")
+    loaded = load_config(source)
+    check_length(loaded, length + args.max_new_tokens, "the prompt with the new tokens")
+    check_vocabulary(loaded, tokenizer, source)
+    own = own_cache(loaded)
+    if own is not None and args.cache != "full":
+        raise UserError(
+            f"--cache {args.cache}: {args.model} is a {own} model, which compresses by itself and makes its own "
+            "cache; give --cache full"
+        )
 
     set_threads(args, device)
     model = load_model(source, device, dtype)
     add_scorers({args.cache: options}, args, tokenizer, device, dtype)
+    cache: Any = None  # its own
     try:
-        cache = make_cache(args.cache, model, budget=args.budget, retention_ratio=args.retention_ratio, **options)
+        if own is None:
+            cache = make_cache(args.cache, model, budget=args.budget, retention_ratio=args.retention_ratio, **options)
     except TypeError as error:  # an option of the wrong type
         raise UserError(f"--cache {args.cache}: {error}") from None
     # Greedy decoding must not inherit sampling settings from the checkpoint: they would be warned about.
@@ -643,21 +716,27 @@ def _generate(args: argparse.Namespace) -> int:
     if isinstance(cache, ProxyKVCache):
         cache.score_prompt(inputs["input_ids"].to(device))
     with torch.no_grad():
-        output = model.generate(
+        generated = model.generate(
             input_ids=inputs["input_ids"].to(device),
             attention_mask=inputs["attention_mask"].to(device),
-            **{cache_argument(model): cache},
+            **({} if own is not None else {cache_argument(model): cache}),
+            return_dict_in_generate=True,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             max_new_tokens=args.max_new_tokens,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **sampling,
         )
     sys.stdout.flush()
+    new = generated.sequences.shape[1] - length
+    if own is not None:
+        held = getattr(generated, CACHE_FIELD, None) or generated.past_key_values
+        _say(f"[own cache of {own}: {length} prompt tokens, {new} new; {cache_nbytes(held):,} bytes]")
+        return 0
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     seen = cache.get_seq_length() * heads * config.num_hidden_layers
     _say(
-        f"[{CACHES[args.cache].label}: {length} prompt tokens, {output.shape[1] - length} new; "
+        f"[{CACHES[args.cache].label}: {length} prompt tokens, {new} new; "
         f"{cache_kept_pairs(cache):,} key-value pairs held of {seen:,} seen, {cache_nbytes(cache):,} bytes]"
     )
     return 0
@@ -670,6 +749,8 @@ def _read_prompt(args: argparse.Namespace) -> str:
         prompt = sys.stdin.read()
     else:
         path = Path(args.prompt_file)
+        if path.is_dir():
+            raise UserError(f"--prompt-file {path} is a folder; give a file")
         if not path.is_file():
             raise UserError(f"no such prompt file: {path}")
         try:
@@ -686,8 +767,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
 
 def _fit_prototypes(args: argparse.Namespace) -> int:
     out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; give a folder")
+    check_out(out)
 
     from nearfar.evaluation.texts import load_dataset_texts, load_texts
     from nearfar.modeling.key_prototypes import KeyPrototypes
@@ -704,6 +784,9 @@ def _fit_prototypes(args: argparse.Namespace) -> int:
     device = find_device(args)
     dtype = find_dtype(args, device)
     source = model_source(args.model)
+    own = own_cache(load_config(source))
+    if own is not None:
+        raise UserError(f"{args.model} is a {own} model, whose cache is its own: there is nothing to prune")
     tokenizer = load_tokenizer(source)
     set_threads(args, device)
     model = load_model(source, device, dtype)

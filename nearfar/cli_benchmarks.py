@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearfar import cli
-from nearfar.cli_eval import _ExamplesFormatter, _lengths, _load_model, _load_tokenizer
+from nearfar.cli_eval import _ExamplesFormatter, _lengths, _load_config, _load_model, _load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -237,8 +237,7 @@ class _Session:
 
     def __init__(self, args: argparse.Namespace, benchmark: str) -> None:
         self.args, self.benchmark, self.out = args, benchmark, Path(args.out)
-        if self.out.exists() and not self.out.is_dir():
-            raise cli.UserError(f"--out {self.out} is a file; give a folder")
+        cli.check_out(self.out)
         self.choices = _choices(args)
         self.device = cli.find_device(args)
         self.dtype = cli.find_dtype(args, self.device)
@@ -247,15 +246,13 @@ class _Session:
         self.tokenizer: PreTrainedTokenizerBase = _load_tokenizer(
             args.tokenizer or self.source, args.trust_remote_code
         )
+        self.config = _load_config(args, self.source)
+        cli.check_vocabulary(self.config, self.tokenizer, self.name)
         self._model: PreTrainedModel | None = None
 
     def max_positions(self) -> int | None:
         """What the model was made for, if its configuration says so."""
-        from transformers import AutoConfig
-
-        with cli._loading(self.source):
-            config = AutoConfig.from_pretrained(self.source, trust_remote_code=self.args.trust_remote_code)
-        limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+        limit: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return limit
 
     def model(self) -> PreTrainedModel:

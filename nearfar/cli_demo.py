@@ -134,8 +134,7 @@ def _demo(args: argparse.Namespace) -> int:
     # What needs no model is checked first: numbers by argparse, then files, then names (which import torch).
     cli._resolve_budget(args)
     out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise cli.UserError(f"--out {out} is a file; give a folder")
+    cli.check_out(out)
     read_record(out / RECORD_NAME)
     given = None if args.text is None else load_texts([args.text])[0].text
     asked = args.systems is not None

@@ -11,7 +11,7 @@ from nearfar.cli_images import add_eval_images
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 NEEDLE_EXAMPLES = """\
 examples:
@@ -137,8 +137,7 @@ def _share(text: str) -> float:
 
 def _needles(args: argparse.Namespace) -> int:
     out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise cli.UserError(f"--out {out} is a file; give a folder")
+    cli.check_out(out)
     if args.span is not None and args.span > args.lengths[0]:
         raise cli.UserError(f"--span {args.span} is longer than the shortest document, {args.lengths[0]} tokens")
 
@@ -166,8 +165,10 @@ def _needles(args: argparse.Namespace) -> int:
                 f"{name} {tokens}: {args.needles} needles of up to {templates.max_needle_tokens} tokens take at least "
                 f"{least}; give a larger one or fewer --needles"
             )
+    config = _load_config(args, source)
+    cli.check_vocabulary(config, tokenizer, args.model)
     if not args.beyond_positions:
-        _check_positions(args, source, args.lengths[-1] + templates.max_query_tokens + args.max_new_tokens)
+        _check_positions(config, args.lengths[-1] + templates.max_query_tokens + args.max_new_tokens)
     text_tokens = args.text_tokens or max(2 << 20, 2 * args.lengths[-1])
     if args.text is None:
         background = encode_background(cli._packaged_text(text_tokens), tokenizer, text_tokens)
@@ -211,11 +212,15 @@ def _needles(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_positions(args: argparse.Namespace, source: str, tokens: int) -> None:
+def _load_config(args: argparse.Namespace, source: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     with cli._loading(source):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+    return config
+
+
+def _check_positions(config: PreTrainedConfig, tokens: int) -> None:
     try:
         cli.check_length(config, tokens, "the longest document with its question")
     except cli.UserError as error:
@@ -225,6 +230,7 @@ def _check_positions(args: argparse.Namespace, source: str, tokens: int) -> None
 def _load_tokenizer(source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
+    cli.check_tokenizer(source)
     with cli._loading(source):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     return tokenizer

@@ -144,6 +144,7 @@ def _sample(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.is_dir() or not out.suffix:
         raise cli.UserError(f"--out {out} must name a file such as grid.png")
+    cli.check_out(out.parent)
     from nearfar.evaluation.image_grid import write_grid
 
     pipe = _load(args)
@@ -169,8 +170,7 @@ def _sample(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise cli.UserError(f"--out {out} is a file; give a folder")
+    cli.check_out(out)
     if args.classifier is None and not args.fid:
         raise cli.UserError("nothing to measure: give --classifier, --fid or both")
 

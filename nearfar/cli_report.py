@@ -41,8 +41,7 @@ def _report(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise cli.UserError(f"no such folder: {folder}")
     out = folder / "report" if args.out is None else Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise cli.UserError(f"--out {out} is a file; give a folder")
+    cli.check_out(out)
     found = find_runs(folder)
     for path, why in found.skipped:
         cli._say(f"left out {path}: {why}")

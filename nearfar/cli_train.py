@@ -175,8 +175,8 @@ def _check_arguments(args: argparse.Namespace) -> tuple[Path | None, Path]:
     out = None if args.out is None else Path(args.out)
     folder = Path(args.pairs) if args.pairs is not None else Path(args.out) / "pairs"
     for option, path in (("--out", out), ("--pairs", folder)):
-        if path is not None and path.exists() and not path.is_dir():
-            raise cli.UserError(f"{option} {path} is a file; give a folder")
+        if path is not None:
+            cli.check_out(path, option)
     if (args.proxy is None) != (args.target is None):
         raise cli.UserError("give both --proxy and --target, or neither to train on the pairs in --pairs")
     if args.proxy is None and args.sources is not None:
