@@ -94,7 +94,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--guidance-kind", choices=("classifier_free", "middle"), default=None, help="default: the model's")
     add("--batch-size", type=cli._positive_int, default=500, metavar="N", help="images at once")
     add("--cuda-graph", action="store_true", help="record a step, for small batches on a GPU")
-    add("--seed", type=int, default=0, help="of the noise")
+    add("--seed", type=cli._seed, default=0, help="of the noise")
 
 
 def _labels(text: str) -> list[int]:
@@ -145,6 +145,10 @@ def _sample(args: argparse.Namespace) -> int:
     if out.is_dir() or not out.suffix:
         raise cli.UserError(f"--out {out} must name a file such as grid.png")
     cli.check_out(out.parent)
+    from PIL import Image
+
+    if out.suffix.lower() not in Image.registered_extensions():
+        raise cli.UserError(f"--out {out}: Pillow writes no {out.suffix} files; give a name such as {out.stem}.png")
     from nearfar.evaluation.image_grid import write_grid
 
     pipe = _load(args)

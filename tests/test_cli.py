@@ -160,6 +160,7 @@ def _error(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
         (["fit-prototypes", "--model", "m", "--out", "/proc/out", "--texts", "TEXT"], "/proc takes no files"),
         (["demo", "--out", "TEXT/out"], "text.txt is a file; give another"),
         (["sample-images", "--model", "m", "--out", "TEXT/grid.png"], "--out TEXT is a file; give a folder"),
+        (["sample-images", "--model", "m", "--out", "grid.doc"], "Pillow writes no .doc files"),
         (["eval", "needles", "m", "--out", "TEXT/out"], "text.txt is a file; give another"),
         (["eval", "latency", "m", "--out", "TEXT/out"], "text.txt is a file; give another"),
         (["train-mapper", "--proxy", "a", "--target", "b", "--out", "TEXT/out"], "text.txt is a file; give another"),
