@@ -22,7 +22,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
-from nearfar.modeling.atomic_file import write_beside
+from nearfar.modeling.atomic_file import check_writable, write_beside
 from nearfar.training.token_blocks import TokenBlocks
 
 __all__ = [
@@ -103,6 +103,7 @@ def check_output(output: Path, source: str, overwrite: bool) -> None:
         raise ValueError(f"the output {output} is a file: give a folder")
     if Path(source).is_dir() and output.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
         raise ValueError(f"the output {output} is or holds the source {source}: give another folder")
+    check_writable(output.parent)
     if not output.is_dir() or not any(output.iterdir()):
         return
     if not overwrite:
@@ -172,6 +173,8 @@ class UnfinishedWork:
     ) -> None:
         self.folder = (output.parent if work_dir is None else Path(work_dir)) / f"{output.name}.partial"
         self.kept, self.state = kept, state
+        if kept:
+            check_writable(self.folder.parent)
         file = self.folder / "settings.json"
         wanted = json.loads(json.dumps(settings))
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and not restart else None

@@ -25,6 +25,7 @@ from nearfar.modeling.compat import CACHE_FIELD, cache_argument
 from nearfar.modeling.kvzip_scores import RepeatPrompt
 from nearfar.modeling.modeling_axial_mapper import HybridAxialMapper
 from nearfar.modeling.proxy_scorer import PromptScorer, ProxyScorer, check_same_vocabulary
+from nearfar.modeling.pruned_cache import SINK_TOKENS, PrunedCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -75,7 +76,10 @@ class CacheChoice:
             if self.budget is not None or self.retention_ratio is not None or self.options:
                 raise ValueError('the cache "full" prunes nothing: it takes no budget, ratio or option')
             return
-        check_budget(self.budget, self.retention_ratio, sink_tokens=0, recent_tokens=None)
+        factory = CACHES[self.name].factory if self.name in CACHES else None
+        pruned = isinstance(factory, type) and issubclass(factory, PrunedCache)
+        sinks = self.options.get("sink_tokens", SINK_TOKENS if pruned else 0)
+        check_budget(self.budget, self.retention_ratio, sinks, self.options.get("recent_tokens"))
         models = ("proxy", "mapper")[: 2 if self.name == "proxykv" else 1] if self.name in SCORED_BY_A_PROXY else ()
         for needed in models:
             if not self.options.get(needed):

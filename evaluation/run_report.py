@@ -74,7 +74,11 @@ def find_runs(folder: str | Path) -> FoundRuns:
                 run.scores()  # damaged samples are told here
                 found.runs.append((path, run))
             elif path.name == "needles.json" and "lengths" in data:
-                found.needles.append((path, NeedleResults.from_dict(data)))
+                needles = NeedleResults.from_dict(data)
+                if any(result.asked for result in needles.lengths.values()):
+                    found.needles.append((path, needles))
+                else:
+                    found.skipped.append((path, "no question has been asked yet"))
         except (ValueError, KeyError, TypeError) as error:
             found.skipped.append((path, f"{type(error).__name__}: {error}"))
     return found

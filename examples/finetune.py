@@ -47,10 +47,11 @@ import nearfar  # noqa: F401  (the Auto classes learn its models)
 from nearfar.conversion.packaged_model import cache_root
 from nearfar.evaluation.machine import machine_report
 from nearfar.training.loss_bar import show_loss_bar
+from nearfar.training.main_process import exit_code
 from nearfar.training.perplexity_log import LOG_NAME, PerplexityLog, read_perplexity_log
 from nearfar.training.run_folder import check_run, last_checkpoint, write_json, write_run
 from nearfar.training.token_blocks import TokenBlocks
-from nearfar.training.training_blocks import blocks_at_once, even_shares, load_training_blocks
+from nearfar.training.training_blocks import blocks_at_once, check_numbers, even_shares, load_training_blocks
 
 # What must be equal for a run to be gone on with.
 SETTINGS = (
@@ -64,11 +65,11 @@ SETTINGS = (
 # --- model and data --------------------------------------------------------------------------------------------------
 
 
-def check_model(options: argparse.Namespace) -> None:
-    """Fail before any work.
+def load_tokenizer(options: argparse.Namespace) -> Any:
+    """The tokenizer; fails before any work.
 
     Raises:
-        ValueError: there is no such model, or it is made for shorter blocks.
+        ValueError: there is no such model, or it is made for shorter blocks or another tokenizer.
     """
     try:
         config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
@@ -79,6 +80,13 @@ def check_model(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--block-tokens {options.block_tokens}: {options.model} is made for at most {longest} tokens"
         )
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    known = getattr(config.get_text_config(), "vocab_size", None)
+    if known is not None and tokenizer.vocab_size > known:  # added tokens, which may go unused, are not counted
+        raise ValueError(
+            f"--tokenizer {options.tokenizer} has {tokenizer.vocab_size:,} tokens, and {options.model} knows {known:,}"
+        )
+    return tokenizer
 
 
 def load_model(options: argparse.Namespace) -> Any:
@@ -92,7 +100,11 @@ def load_model(options: argparse.Namespace) -> Any:
         arguments["device_map"] = {"": PartialState().device}
     # Weights that are updated are held in float32: in bfloat16 small steps would be rounded away.
     arguments["dtype"] = "auto" if options.lora else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(options.model, **arguments)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(options.model, **arguments)
+    except Exception as error:  # a damaged file makes the libraries raise errors of any kind
+        why = str(error).partition(" Model type should be one of")[0]  # hundreds of names follow
+        raise ValueError(f"--model {options.model}: {why or type(error).__name__}") from error
     if options.gradient_checkpointing:
         # Its name from transformers 5.24 on, and before.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -226,23 +238,27 @@ def merge_adapter(options: argparse.Namespace) -> None:
         (options.output / name).unlink(missing_ok=True)
 
 
-def run(options: argparse.Namespace, tokenizer: Any, train: TokenBlocks, evaluation: dict[str, TokenBlocks]) -> None:
+def run(
+    options: argparse.Namespace,
+    model: Any,
+    arguments: TrainingArguments,
+    tokenizer: Any,
+    train: TokenBlocks,
+    evaluation: dict[str, TokenBlocks],
+) -> None:
     """Train, save, and write what came of it."""
     state = PartialState()
     checkpoint = last_checkpoint(options.output) if options.resume else None
     record: dict[str, Any] = {"settings": options.settings, "result": None}
     if state.is_main_process:
         write_run(options.output, record)
-    arguments = training_arguments(options, next(iter(evaluation)))
     # One process drives one GPU: the Trainer would otherwise spread it over all it sees with DataParallel.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     log = PerplexityLog(options.batch_size * options.block_tokens)
     callbacks: list[Any] = [log]
     if options.patience is not None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
-    trainer = ResumableTrainer(
-        load_model(options), arguments, train_dataset=train, eval_dataset=evaluation, callbacks=callbacks
-    )
+    trainer = ResumableTrainer(model, arguments, train_dataset=train, eval_dataset=evaluation, callbacks=callbacks)
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and options.bf16:
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -368,13 +384,14 @@ def resolve(options: argparse.Namespace) -> None:
     for name in ("steps", "batch_size", "eval_every", "eval_blocks", "save_every", "patience", "lora_rank"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    if options.epochs <= 0:
-        raise ValueError(f"--epochs must be above 0, got {options.epochs}")
+    if options.learning_rate is None:
+        options.learning_rate = 2e-4 if options.lora else 2e-5
+    check_numbers(options, ("epochs", "learning_rate", "lora_alpha"), ("warmup", "weight_decay"))
+    if not 0 <= options.lora_dropout < 1:
+        raise ValueError(f"--lora-dropout must be in [0, 1), got {options.lora_dropout}")
     options.per_device_batch_size = blocks_at_once(
         options.batch_size, options.processes, options.per_device_batch_size
     )
-    if options.learning_rate is None:
-        options.learning_rate = 2e-4 if options.lora else 2e-5
     options.tokenizer = options.tokenizer or options.model
     options.bf16 = options.precision == "bfloat16" or (options.precision == "auto" and not options.cpu)
     options.settings = {name: getattr(options, name) for name in SETTINGS}
@@ -385,6 +402,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # of loading and saving weights
+    if options.threads is not None and options.threads < 1:
+        parser.error(f"--threads must be at least 1, got {options.threads}")
     if options.threads:
         torch.set_num_threads(options.threads)
     options.cpu = options.cpu or not torch.accelerator.is_available()
@@ -393,19 +412,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         resolve(options)
         finished = check_run(options.output, options.settings, options.resume)
-        check_model(options)
-        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+        tokenizer = load_tokenizer(options)
         train, evaluation = load_data(options, tokenizer)
+        made = None
+        if not finished:  # what the libraries refuse is told before there is a run; ZeRO-3 wants its arguments first
+            arguments = training_arguments(options, next(iter(evaluation)))
+            made = (load_model(options), arguments)
     except (ValueError, OSError, ImportError) as error:
         parser.error(" ".join(str(error).split()))
 
     state.wait_for_everyone()  # all have seen whether the run is finished before the first one changes that
     sizes = ", ".join(f"{name} {len(blocks)}" for name, blocks in evaluation.items())
     state.print(f"{train} to train on; blocks to evaluate on: {sizes}")
-    if finished:
+    if made is None:
         state.print(f"{options.output}: finished already")
     else:
-        run(options, tokenizer, train, evaluation)
+        run(options, *made, tokenizer, train, evaluation)
     if state.is_main_process:
         result = json.loads((options.output / "run.json").read_text(encoding="utf-8"))["result"]
         before = result["perplexity_before"] or {}
@@ -419,4 +441,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -57,7 +57,7 @@ from nearfar.training.comparison_report import compared_with, comparison_figure,
 from nearfar.training.corpus_tokenizer import train_corpus_tokenizer
 from nearfar.training.digit_tokenizer import LEAST_VOCABULARY
 from nearfar.training.loss_bar import show_loss_bar
-from nearfar.training.main_process import in_main_process
+from nearfar.training.main_process import exit_code, in_main_process
 from nearfar.training.perplexity_log import PerplexityLog, read_perplexity_log, tokens_per_second
 from nearfar.training.run_folder import (
     check_run,
@@ -69,7 +69,7 @@ from nearfar.training.run_folder import (
     write_run,
 )
 from nearfar.training.token_blocks import TokenBlocks
-from nearfar.training.training_blocks import blocks_at_once, even_shares, load_training_blocks
+from nearfar.training.training_blocks import blocks_at_once, check_numbers, even_shares, load_training_blocks
 
 # Pythia's shapes and learning rates: hidden size, layers, heads, rate.
 SIZES = {
@@ -586,6 +586,7 @@ def resolve(options: argparse.Namespace) -> None:
     if options.learning_rate is None:  # that of the smallest Pythia at least as wide
         rates = [rate for hidden, _, _, rate in SIZES.values() if hidden >= options.hidden_size]
         options.learning_rate = SIZES[options.shape][3] if options.shape in SIZES else (rates or [2e-4])[0]
+    check_numbers(options, ("learning_rate",), ("weight_decay",))
     options.bf16 = options.precision == "bfloat16" or (options.precision == "auto" and not options.cpu)
     options.settings = {name: getattr(options, name) for name in SETTINGS}
 
@@ -595,6 +596,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # of loading and saving weights
+    if options.threads is not None and options.threads < 1:
+        parser.error(f"--threads must be at least 1, got {options.threads}")
     if options.threads:
         torch.set_num_threads(options.threads)
     options.cpu = options.cpu or not torch.accelerator.is_available()
@@ -632,4 +635,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

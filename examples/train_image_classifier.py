@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
+    cli.check_out(args.output, "--output")
     device = cli.find_device(args)
     dtype = cli.find_dtype(args, device)
     options = {

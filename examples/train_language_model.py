@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import math
 import re
 import shutil
 import sys
@@ -48,6 +47,7 @@ from nearfar.conversion.packaged_model import cache_root
 from nearfar.evaluation.machine import machine_report
 from nearfar.training.comparison_report import compared_with, comparison_figure, comparison_table
 from nearfar.training.loss_bar import show_loss_bar
+from nearfar.training.main_process import exit_code
 from nearfar.training.matrix_optimizer import make_optimizer
 from nearfar.training.perplexity_log import PerplexityLog, read_perplexity_log, tokens_per_second
 from nearfar.training.run_folder import (
@@ -60,7 +60,7 @@ from nearfar.training.run_folder import (
     write_run,
 )
 from nearfar.training.token_blocks import TokenBlocks
-from nearfar.training.training_blocks import blocks_at_once, even_shares, load_training_blocks
+from nearfar.training.training_blocks import blocks_at_once, check_numbers, even_shares, load_training_blocks
 
 # Name -> whether it reads each block alone.
 VARIANTS = {"decoder": True, "no_history": True, "history": False, "decoder_history": False}
@@ -412,8 +412,7 @@ def resolve(options: argparse.Namespace) -> None:
     )
     if options.learning_rate is None:
         options.learning_rate = LEARNING_RATES[options.optimizer]
-    if not (math.isfinite(options.learning_rate) and options.learning_rate > 0):
-        raise ValueError(f"--learning-rate must be above 0, got {options.learning_rate}")
+    check_numbers(options, ("learning_rate",), ("weight_decay", "auxiliary_loss_weight"))
     options.bf16 = options.precision == "bfloat16" or (options.precision == "auto" and not options.cpu)
     options.settings = {name: getattr(options, name) for name in SETTINGS}
 
@@ -423,6 +422,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # of loading and saving weights
+    if options.threads is not None and options.threads < 1:
+        parser.error(f"--threads must be at least 1, got {options.threads}")
     if options.threads:
         torch.set_num_threads(options.threads)
     options.cpu = options.cpu or not torch.accelerator.is_available()
@@ -458,4 +459,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

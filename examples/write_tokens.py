@@ -17,6 +17,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from nearfar.modeling.atomic_file import check_writable
 from nearfar.training.token_blocks import load_token_blocks, write_token_file
 
 
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--text-field", default="text", help="of JSON files")
     options = parser.parse_args(argv)
     try:
+        check_writable(options.out)
         texts: dict[str, list[Path]] = {}
         for text in options.texts:
             if not re.fullmatch(r"[\w-]+=.+", text):

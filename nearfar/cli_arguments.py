@@ -56,6 +56,13 @@ def natural_int(text: str) -> int:
     return value
 
 
+def random_seed(text: str) -> int:
+    value = natural_int(text)
+    if value >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"must be below 2^32, got {text}")
+    return value
+
+
 def _integer(text: str) -> int:
     try:
         return int(text)

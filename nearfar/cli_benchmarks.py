@@ -21,6 +21,7 @@ from nearfar.cli_arguments import (
 from nearfar.cli_caches import cache_option
 from nearfar.cli_machine import add_machine_arguments, find_device, find_dtype, set_threads, used_threads
 from nearfar.cli_messages import UserError, say
+from nearfar.cli_output import check_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -247,8 +248,7 @@ class _Session:
 
     def __init__(self, args: argparse.Namespace, benchmark: str) -> None:
         self.args, self.benchmark, self.out = args, benchmark, Path(args.out)
-        if self.out.exists() and not self.out.is_dir():
-            raise UserError(f"--out {self.out} is a file; give a folder")
+        check_out(self.out)
         self.choices = _choices(args)
         self.device = find_device(args)
         self.dtype = find_dtype(args, self.device)
@@ -257,15 +257,13 @@ class _Session:
         self.tokenizer: PreTrainedTokenizerBase = cli_loading.load_tokenizer(
             args.tokenizer or self.source, args.trust_remote_code
         )
+        self.config = cli_loading.load_config(self.source, args.trust_remote_code)
+        cli_loading.check_vocabulary(self.config, self.tokenizer, self.name)
         self._model: PreTrainedModel | None = None
 
     def max_positions(self) -> int | None:
         """What the model was made for, if its configuration says so."""
-        from transformers import AutoConfig
-
-        with cli_loading.loading_errors(self.source):
-            config = AutoConfig.from_pretrained(self.source, trust_remote_code=self.args.trust_remote_code)
-        limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+        limit: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return limit
 
     def model(self) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from nearfar.cli_messages import UserError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 DEFAULT_BUDGET = 512
 # And proxykv, where it can be had. KVzip reads a context twice and H2O in pieces: `--caches all` has them.
@@ -140,6 +140,14 @@ def proxy_sources(args: argparse.Namespace) -> dict[str, str | None]:
     return found
 
 
+def own_cache(config: PreTrainedConfig) -> str | None:
+    """The kind of a model that compresses by itself and makes its own cache; None for all others."""
+    from nearfar.evaluation.context_reading import OWN_CACHE_MODELS
+
+    kind: str = config.model_type
+    return kind if kind in OWN_CACHE_MODELS and getattr(config, "has_bottleneck", True) else None
+
+
 def add_scorers(
     options: dict[str, dict[str, Any]],
     args: argparse.Namespace,
@@ -152,6 +160,9 @@ def add_scorers(
     Raises:
         UserError: they cannot be loaded, or do not go together.
     """
+    from transformers import AutoConfig
+
+    from nearfar.configuration.configuration_axial_mapper import HybridAxialMapperConfig
     from nearfar.modeling.cache_iam import IAMScorer
     from nearfar.modeling.cache_registry import CACHES
     from nearfar.modeling.kvzip_scores import RepeatPrompt
@@ -175,6 +186,9 @@ def add_scorers(
             continue
         assert sources["mapper"] is not None
         with cli_loading.loading_errors(sources["mapper"]):
+            kind = AutoConfig.from_pretrained(sources["mapper"]).model_type
+            if kind != HybridAxialMapperConfig.model_type:
+                raise ValueError(f"it is no mapper, but a {kind} model; {_HOW_TO_MAKE['mapper']}")
             # In float32 also on a GPU: scores that differ by little would be equal in half precision.
             mapper = HybridAxialMapper.from_pretrained(sources["mapper"], dtype="float32").to(device).eval()
         options[name]["scorer"] = ProxyScorer(proxy, mapper, *tokenizers, prefix_ids=prompt.prefix)

@@ -23,6 +23,7 @@ from nearfar.cli_caches import (
 )
 from nearfar.cli_machine import add_machine_arguments, find_device, find_dtype, set_threads, used_threads
 from nearfar.cli_messages import UserError, say
+from nearfar.cli_output import check_out
 
 if TYPE_CHECKING:
     import torch
@@ -150,8 +151,7 @@ def _demo(args: argparse.Namespace) -> int:
     # What needs no model is checked first: numbers by argparse, then files, then names (which import torch).
     resolve_budget(args)
     out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; give a folder")
+    check_out(out)
     read_record(out / RECORD_NAME)
     given = None if args.text is None else load_texts([args.text])[0].text
     asked = args.systems is not None

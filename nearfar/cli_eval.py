@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nearfar import cli_loading, cli_texts
 from nearfar.cli_arguments import ExamplesFormatter, add_command, open_share, positive_int, token_count, token_counts
@@ -13,6 +13,10 @@ from nearfar.cli_images import add_eval_images
 from nearfar.cli_lm_eval import add_dar_tasks
 from nearfar.cli_machine import add_machine_arguments, find_device, find_dtype, set_threads, used_threads
 from nearfar.cli_messages import UserError, say
+from nearfar.cli_output import check_out
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 NEEDLE_EXAMPLES = """\
 examples:
@@ -106,8 +110,7 @@ def _add_needles(tests: Any) -> None:
 
 def _needles(args: argparse.Namespace) -> int:
     out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; give a folder")
+    check_out(out)
     if args.span is not None and args.span > args.lengths[0]:
         raise UserError(f"--span {args.span} is longer than the shortest document, {args.lengths[0]} tokens")
 
@@ -135,8 +138,10 @@ def _needles(args: argparse.Namespace) -> int:
                 f"{name} {tokens}: {args.needles} needles of up to {templates.max_needle_tokens} tokens take at least "
                 f"{least}; give a larger one or fewer --needles"
             )
+    config = cli_loading.load_config(source, args.trust_remote_code)
+    cli_loading.check_vocabulary(config, tokenizer, args.model)
     if not args.beyond_positions:
-        _check_positions(args, source, args.lengths[-1] + templates.max_query_tokens + args.max_new_tokens)
+        _check_positions(config, args.lengths[-1] + templates.max_query_tokens + args.max_new_tokens)
     text_tokens = args.text_tokens or max(2 << 20, 2 * args.lengths[-1])
     if args.text is None:
         background = encode_background(cli_texts.packaged_text(text_tokens), tokenizer, text_tokens)
@@ -180,8 +185,7 @@ def _needles(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_positions(args: argparse.Namespace, source: str, tokens: int) -> None:
-    config = cli_loading.load_config(source, args.trust_remote_code)
+def _check_positions(config: PreTrainedConfig, tokens: int) -> None:
     try:
         cli_loading.check_length(config, tokens, "the longest document with its question")
     except UserError as error:

@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from nearfar import cli_loading
-from nearfar.cli_arguments import add_command, positive_int, positive_share, temperature
-from nearfar.cli_caches import add_budget_arguments, add_scorers, cache_options, check_cache_names, resolve_budget
+from nearfar.cli_arguments import add_command, positive_int, positive_share, random_seed, temperature
+from nearfar.cli_caches import (
+    add_budget_arguments,
+    add_scorers,
+    cache_options,
+    check_cache_names,
+    own_cache,
+    resolve_budget,
+)
 from nearfar.cli_machine import add_machine_arguments, find_device, find_dtype, set_threads
 from nearfar.cli_messages import UserError, say
 
@@ -26,7 +33,12 @@ def add_generate(commands: Any) -> None:
     parser.add_argument(
         "--model", default=None, metavar="ID_OR_DIR", help="a causal language model (default: the packaged one)"
     )
-    parser.add_argument("--cache", default="proactive", metavar="NAME", help="which cache; `full` prunes nothing")
+    parser.add_argument(
+        "--cache",
+        default="proactive",
+        metavar="NAME",
+        help="which cache; `full` prunes nothing, and is what a DAR or a ProxyFormer makes itself",
+    )
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", default=None, metavar="TEXT")
     prompt.add_argument("--prompt-file", default=None, metavar="FILE", help="UTF-8 text; - for standard input")
@@ -40,7 +52,7 @@ def add_generate(commands: Any) -> None:
         metavar="P",
         help="with a temperature: sample from the likeliest tokens of this total probability",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument("--seed", type=random_seed, default=0, help="of the sampling")
     add_budget_arguments(parser)
     add_machine_arguments(parser)
 
@@ -59,7 +71,7 @@ def _generate(args: argparse.Namespace) -> int:
     from nearfar.modeling.cache_kvzip import KVzipCache
     from nearfar.modeling.cache_proxykv import ProxyKVCache
     from nearfar.modeling.cache_registry import CACHES, cache_kept_pairs, cache_nbytes, make_cache
-    from nearfar.modeling.compat import cache_argument
+    from nearfar.modeling.compat import CACHE_FIELD, cache_argument
 
     source = cli_loading.model_source(args.model)
     tokenizer = cli_loading.load_tokenizer(source)
@@ -74,15 +86,23 @@ def _generate(args: argparse.Namespace) -> int:
     length = inputs["input_ids"].shape[1]
     if length == 0:
         raise UserError("the prompt is empty")
-    cli_loading.check_length(
-        cli_loading.load_config(source), length + args.max_new_tokens, "the prompt with the new tokens"
-    )
+    loaded = cli_loading.load_config(source)
+    cli_loading.check_length(loaded, length + args.max_new_tokens, "the prompt with the new tokens")
+    cli_loading.check_vocabulary(loaded, tokenizer, source)
+    own = own_cache(loaded)
+    if own is not None and args.cache != "full":
+        raise UserError(
+            f"--cache {args.cache}: {args.model} is a {own} model, which compresses by itself and makes its own "
+            "cache; give --cache full"
+        )
 
     set_threads(args, device)
     model = cli_loading.load_model(source, device, dtype)
     add_scorers({args.cache: options}, args, tokenizer, device, dtype)
+    cache: Any = None  # its own
     try:
-        cache = make_cache(args.cache, model, budget=args.budget, retention_ratio=args.retention_ratio, **options)
+        if own is None:
+            cache = make_cache(args.cache, model, budget=args.budget, retention_ratio=args.retention_ratio, **options)
     except TypeError as error:  # an option of the wrong type
         raise UserError(f"--cache {args.cache}: {error}") from None
     # Greedy decoding must not inherit sampling settings from the checkpoint: they would be warned about.
@@ -97,21 +117,27 @@ def _generate(args: argparse.Namespace) -> int:
     if isinstance(cache, ProxyKVCache):
         cache.score_prompt(inputs["input_ids"].to(device))
     with torch.no_grad():
-        output = model.generate(
+        generated = model.generate(
             input_ids=inputs["input_ids"].to(device),
             attention_mask=inputs["attention_mask"].to(device),
-            **{cache_argument(model): cache},
+            **({} if own is not None else {cache_argument(model): cache}),
+            return_dict_in_generate=True,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             max_new_tokens=args.max_new_tokens,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **sampling,
         )
     sys.stdout.flush()
+    new = generated.sequences.shape[1] - length
+    if own is not None:
+        held = getattr(generated, CACHE_FIELD, None) or generated.past_key_values
+        say(f"[own cache of {own}: {length} prompt tokens, {new} new; {cache_nbytes(held):,} bytes]")
+        return 0
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     seen = cache.get_seq_length() * heads * config.num_hidden_layers
     say(
-        f"[{CACHES[args.cache].label}: {length} prompt tokens, {output.shape[1] - length} new; "
+        f"[{CACHES[args.cache].label}: {length} prompt tokens, {new} new; "
         f"{cache_kept_pairs(cache):,} key-value pairs held of {seen:,} seen, {cache_nbytes(cache):,} bytes]"
     )
     return 0
@@ -124,6 +150,8 @@ def _read_prompt(args: argparse.Namespace) -> str:
         prompt = sys.stdin.read()
     else:
         path = Path(args.prompt_file)
+        if path.is_dir():
+            raise UserError(f"--prompt-file {path} is a folder; give a file")
         if not path.is_file():
             raise UserError(f"no such prompt file: {path}")
         try:

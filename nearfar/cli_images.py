@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearfar import cli_loading
-from nearfar.cli_arguments import add_command, comma_separated, natural_int, positive_int, temperature
+from nearfar.cli_arguments import add_command, comma_separated, natural_int, positive_int, random_seed, temperature
 from nearfar.cli_machine import add_machine_arguments, find_device, find_dtype, set_threads
 from nearfar.cli_messages import UserError
+from nearfar.cli_output import check_out
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +98,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--guidance-kind", choices=("classifier_free", "middle"), default=None, help="default: the model's")
     add("--batch-size", type=positive_int, default=500, metavar="N", help="images at once")
     add("--cuda-graph", action="store_true", help="record a step, for small batches on a GPU")
-    add("--seed", type=int, default=0, help="of the noise")
+    add("--seed", type=random_seed, default=0, help="of the noise")
 
 
 def _labels(text: str) -> list[int]:
@@ -147,6 +148,11 @@ def _sample(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.is_dir() or not out.suffix:
         raise UserError(f"--out {out} must name a file such as grid.png")
+    check_out(out.parent)
+    from PIL import Image
+
+    if out.suffix.lower() not in Image.registered_extensions():
+        raise UserError(f"--out {out}: Pillow writes no {out.suffix} files; give a name such as {out.stem}.png")
     from nearfar.evaluation.image_grid import write_grid
 
     pipe = _load(args)
@@ -172,8 +178,7 @@ def _sample(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; give a folder")
+    check_out(out)
     if args.classifier is None and not args.fid:
         raise UserError("nothing to measure: give --classifier, --fid or both")
 

@@ -42,6 +42,7 @@ def load_config(source: str, trust_remote_code: bool | None = None) -> PreTraine
 def load_tokenizer(source: str, trust_remote_code: bool | None = None) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
+    check_tokenizer(source)
     with loading_errors(source):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     return tokenizer
@@ -69,8 +70,28 @@ def loading_errors(source: str) -> Iterator[None]:
     register()
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load {source}: {error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file makes the libraries raise errors of any kind
+        nowhere = "it is no folder here, and: " if isinstance(error, OSError) and not Path(source).exists() else ""
+        why = str(error).partition(" Model type should be one of")[0]  # hundreds of names follow
+        raise UserError(f"cannot load {source}: {nowhere}{why or type(error).__name__}") from error
+
+
+def check_tokenizer(source: str) -> None:
+    """Raise UserError for a folder without a tokenizer; the library asks for packages that would not help."""
+    folder = Path(source)
+    if folder.is_dir() and not any(any(folder.glob(name)) for name in ("*token*", "vocab*", "*.model")):
+        raise UserError(f"{source} is a folder without a tokenizer (tokenizer.json): copy the model's own there")
+
+
+def check_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Raise UserError for a tokenizer that writes ids which the model has no embedding for."""
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if size is not None and tokenizer.vocab_size > size:  # added tokens, which may go unused, are not counted
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, and {source} knows {size:,}: give the model's own"
+        )
 
 
 def check_length(config: PreTrainedConfig, tokens: int, what: str) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 from nearfar import cli_loading
 from nearfar.cli_arguments import add_command, comma_separated, positive_int
+from nearfar.cli_caches import own_cache
 from nearfar.cli_machine import add_machine_arguments, find_device, find_dtype, set_threads
 from nearfar.cli_messages import UserError
+from nearfar.cli_output import check_out
 
 
 def add_fit_prototypes(commands: Any) -> None:
@@ -45,8 +47,7 @@ def add_fit_prototypes(commands: Any) -> None:
 
 def _fit_prototypes(args: argparse.Namespace) -> int:
     out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; give a folder")
+    check_out(out)
 
     from nearfar.evaluation.texts import load_dataset_texts, load_texts
     from nearfar.modeling.key_prototypes import KeyPrototypes
@@ -63,6 +64,9 @@ def _fit_prototypes(args: argparse.Namespace) -> int:
     device = find_device(args)
     dtype = find_dtype(args, device)
     source = cli_loading.model_source(args.model)
+    own = own_cache(cli_loading.load_config(source))
+    if own is not None:
+        raise UserError(f"{args.model} is a {own} model, whose cache is its own: there is nothing to prune")
     tokenizer = cli_loading.load_tokenizer(source)
     set_threads(args, device)
     model = cli_loading.load_model(source, device, dtype)

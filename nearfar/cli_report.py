@@ -8,6 +8,7 @@ from typing import Any
 
 from nearfar.cli_arguments import ExamplesFormatter, add_command
 from nearfar.cli_messages import UserError, say
+from nearfar.cli_output import check_out
 
 REPORT_EXAMPLES = """\
 examples:
@@ -41,8 +42,7 @@ def _report(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise UserError(f"no such folder: {folder}")
     out = folder / "report" if args.out is None else Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; give a folder")
+    check_out(out)
     found = find_runs(folder)
     for path, why in found.skipped:
         say(f"left out {path}: {why}")

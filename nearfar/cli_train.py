@@ -19,6 +19,7 @@ from nearfar.cli_arguments import (
 )
 from nearfar.cli_machine import add_machine_arguments, find_device, find_dtype, set_threads
 from nearfar.cli_messages import UserError
+from nearfar.cli_output import check_out
 
 if TYPE_CHECKING:
     from nearfar.training.mapper_pairs import MapperPairs, PairSettings
@@ -186,8 +187,8 @@ def _check_arguments(args: argparse.Namespace) -> tuple[Path | None, Path]:
     out = None if args.out is None else Path(args.out)
     folder = Path(args.pairs) if args.pairs is not None else Path(args.out) / "pairs"
     for option, path in (("--out", out), ("--pairs", folder)):
-        if path is not None and path.exists() and not path.is_dir():
-            raise UserError(f"{option} {path} is a file; give a folder")
+        if path is not None:
+            check_out(path, option)
     if (args.proxy is None) != (args.target is None):
         raise UserError("give both --proxy and --target, or neither to train on the pairs in --pairs")
     if args.proxy is None and args.sources is not None:

@@ -2,14 +2,16 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from dar_models import tiny_dar, tiny_dar_config
 from tiny_texts import english, save_tiny_checkpoint, save_tiny_proxy
-from transformers import AutoTokenizer, Cache, LlamaForCausalLM
+from transformers import AutoTokenizer, Cache, LlamaConfig, LlamaForCausalLM
 
 import nearfar
 from nearfar import cli, cli_caches, cli_loading
@@ -147,6 +149,21 @@ def _error(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
         (["generate", "--prompt", "a", "--temperature", "-1"], "0 (greedy)"),
         (["generate", "--prompt", "a", "--top-p", "0"], "(0, 1]"),
         (["fit-prototypes", "--model", "m", "--out", "o"], "--texts"),
+        (["generate", "--prompt", "a", "--seed", "-1"], "0 or more, got -1"),
+        (["generate", "--prompt", "a", "--seed", "4294967296"], "below 2^32, got 4294967296"),
+        (["generate", "--prompt-file", "FOLDER"], "is a folder; give a file"),
+        (["generate", "--prompt", "a", "--cache", "full", "--device", "meta"], "--device meta does not work here"),
+        (
+            ["fit-prototypes", "--model", "m", "--out", "TEXT/out", "--texts", "TEXT"],
+            "text.txt is a file; give another",
+        ),
+        (["fit-prototypes", "--model", "m", "--out", "/proc/out", "--texts", "TEXT"], "/proc takes no files"),
+        (["demo", "--out", "TEXT/out"], "text.txt is a file; give another"),
+        (["sample-images", "--model", "m", "--out", "TEXT/grid.png"], "--out TEXT is a file; give a folder"),
+        (["sample-images", "--model", "m", "--out", "grid.doc"], "Pillow writes no .doc files"),
+        (["eval", "needles", "m", "--out", "TEXT/out"], "text.txt is a file; give another"),
+        (["eval", "latency", "m", "--out", "TEXT/out"], "text.txt is a file; give another"),
+        (["train-mapper", "--proxy", "a", "--target", "b", "--out", "TEXT/out"], "text.txt is a file; give another"),
         (["fit-prototypes", "--model", "m", "--out", "o", "--texts", "/nowhere"], "no such file or folder"),
         (["fit-prototypes", "--model", "m", "--out", "o", "--texts", "FOLDER"], "holds no text"),
         (["fit-prototypes", "--model", "m", "--out", "o", "--texts", "TEXT", "--heads", "big"], "unknown head 'big'"),
@@ -175,7 +192,10 @@ def test_wrong_input_is_told_before_anything_is_loaded(
         "BINARY": str(tmp_path / "binary.txt"),
         "FOLDER": str(tmp_path / "folder"),
     }
-    assert message in _error(capsys, [names.get(argument, argument) for argument in arguments])
+    for name, path in names.items():
+        arguments = [argument.replace(name, path) for argument in arguments]
+        message = message.replace(name, path)
+    assert message in _error(capsys, arguments)
 
 
 def test_what_only_the_tokenizer_can_tell(
@@ -203,6 +223,56 @@ def test_what_only_the_tokenizer_can_tell(
     assert "no chat template" in _error(
         capsys, ["generate", "--model", str(plain), "--cache", "full", "--prompt", "a", "--chat"]
     )
+
+
+def test_what_the_configuration_can_tell(
+    checkpoint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    text_file: str,
+) -> None:
+    """A tokenizer of another model, none at all, and a cache for a model that makes its own."""
+
+    def never(*args: object) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(cli, "load_model", never)
+    generate = ["generate", "--prompt", "a", "--model"]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    other, bare, far = (tmp_path / name for name in ("other", "bare", "far"))
+    LlamaConfig(vocab_size=10).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    assert "knows 10: give the model's own" in _error(capsys, [*generate, str(other), "--cache", "full"])
+    LlamaConfig().save_pretrained(bare)
+    assert f"{bare} is a folder without a tokenizer" in _error(capsys, [*generate, str(bare), "--cache", "full"])
+    tiny_dar_config(vocab_size=len(tokenizer)).save_pretrained(far)
+    tokenizer.save_pretrained(far)
+    assert "give --cache full" in _error(capsys, [*generate, str(far), "--cache", "snapkv"])
+    fit = ["fit-prototypes", "--model", str(far), "--texts", text_file, "--out", str(tmp_path / "out")]
+    assert "is a dar model" in _error(capsys, fit)
+
+
+def test_damaged_weights_are_named(checkpoint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(checkpoint, damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert f"cannot load {damaged}" in _error(
+        capsys, ["generate", "--model", str(damaged), "--prompt", "a", "--cache", "full", "--threads", "1"]
+    )
+
+
+def test_generate_lets_a_model_make_its_own_cache(
+    checkpoint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tiny_dar(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    arguments = ["generate", "--model", str(tmp_path), "--cache", "full", "--prompt", english(10), "--device", "cpu",
+                 "--max-new-tokens", "3", "--threads", "1"]  # fmt: skip
+    assert cli.main(arguments) == 0
+    assert "own cache of dar" in capsys.readouterr().err
 
 
 def test_errors_from_below_are_one_line_and_can_be_traced(

@@ -426,6 +426,7 @@ def test_perplexity_and_latency(checkpoint: str, text_file: str, tmp_path: Path)
         (["ruler", "m", "--caches", "snapkv"], "give --retention-ratio or --budget for snapkv"),
         (["ruler", "m", "--caches", "snapkv", "--retention-ratio", "0.2,2"], "must be in (0, 1], got 2"),
         (["ruler", "m", "--caches", "snapkv", "--budget", "9", "--retention-ratio", "0.2"], "not both"),
+        (["ruler", "m", "--caches", "snapkv", "--budget", "2"], "raise the budget to at least 5"),
         (["ruler", "m", "--caches", "proxykv", "--budget", "9"], "needs proxy="),
         (["ruler", "m", "--proxy", "p"], "--proxy was given, but none of full takes it"),
         (["ruler", "m", "--caches", "snapkv", "--budget", "9", "--cache-option", "x=1"], "takes no option 'x'"),

@@ -509,6 +509,9 @@ def test_the_output_must_not_hold_the_source(files: Path, tmp_path: Path) -> Non
         with pytest.raises(ValueError, match="is or holds the source"):
             convert_gpt_neox_to_dar(tmp_path / "models" / "source", output, **_options(files), overwrite=True)
     (tmp_path / "file").write_text("")
+    (tmp_path / "note").touch()
+    with pytest.raises(ValueError, match="note is a file; give another folder"):
+        convert_gpt_neox_to_dar(files / "source", tmp_path / "note" / "dar", **_options(files))
     with pytest.raises(ValueError, match="is a file"):
         _convert(files, tmp_path / "file")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,8 @@ def test_window_zero(tmp_path: Path) -> None:
         ({"steps": -1}, "steps must be 0 or more, got -1"),
         ({"batch_size": 0}, "batch_size must be positive, got 0"),
         ({"learning_rate": 0.0}, "learning_rate must be positive"),
+        ({"learning_rate": math.nan}, "learning_rate must be positive, got nan"),
+        ({"attention_weight": math.inf}, "attention_weight must be 0 or more, got inf"),
         ({"save_steps": 0}, "save_steps must be positive"),
         ({"attention_weight": 0, "logits_weight": 0}, "nothing to learn from"),
     ],

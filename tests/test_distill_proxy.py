@@ -297,6 +297,7 @@ def test_an_interrupted_distillation_leaves_nothing_half_and_goes_on(
         ({"settings": {"steps": -1}}, "steps must be 0 or more"),
         ({"settings": {"seconds": 0}}, "seconds must be positive"),
         ({"settings": {"temperature": 0}}, "temperature must be positive"),
+        ({"settings": {"learning_rate": float("inf")}}, "learning_rate must be positive, got inf"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_loaded(

@@ -50,6 +50,17 @@ def test_finished_unfinished_or_another_run(tmp_path: Path) -> None:
     assert [file.name for file in folder.iterdir()] == ["run.json"]
 
 
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ValueError, match=r"cannot be written: .*file is a file; give another folder"):
+            check_run(folder, {}, resume=False)
+    with pytest.raises(ValueError, match=r"/proc takes no files .*; give another folder"):
+        check_run("/proc/nothing/run", {}, resume=False)
+    assert not check_run(tmp_path / "new" / "run", {}, resume=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # nothing was left behind
+
+
 def test_earlier_runs_without_the_newer_settings_are_still_theirs() -> None:
     assert same_settings({"settings": {"steps": 8}}, {"steps": 8, "vocabulary": None, "tie_embeddings": None})
     assert not same_settings({"settings": {"steps": 8, "vocabulary": 300}}, {"steps": 8})

@@ -10,6 +10,7 @@ from tiny_texts import english, save_tiny_checkpoint
 from nearfar import cli
 from nearfar.evaluation import run_charts, run_lines, run_tables
 from nearfar.evaluation.benchmark_runs import BenchmarkRun
+from nearfar.evaluation.multi_needle import NeedleResults
 from nearfar.evaluation.run_report import (
     compare,
     draw_latency,
@@ -309,3 +310,11 @@ def test_nothing_to_report_is_told(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "file")]) == 2
     assert "is a file" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 0 and (tmp_path / "report" / "report.md").is_file()
+
+
+def test_needles_without_answers_do_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a run leaves them that was interrupted before its first answer."""
+    made_up("full", None).write(tmp_path / "full.json")
+    (tmp_path / "needles.json").write_text(json.dumps(NeedleResults({"model": "m"}).to_dict()))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "needles.json: no question has been asked yet" in capsys.readouterr().err

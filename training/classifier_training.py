@@ -86,6 +86,8 @@ def train_classifier(
         )
     if steps < 1 or batch_size < 1:
         raise ValueError(f"steps and batch_size must be at least 1, got {steps} and {batch_size}")
+    if not 0 < learning_rate < float("inf"):
+        raise ValueError(f"learning_rate must be above 0, got {learning_rate}")
     device = torch.device(device)
     torch.manual_seed(seed)
     channels, *size = data.images.shape[1:]

@@ -19,6 +19,7 @@ With several GPUs, start the script with `accelerate launch`.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -94,12 +95,12 @@ class DistillationSettings:
 
     def __post_init__(self) -> None:
         for name in ("steps", "unfrozen_steps", "attention_weight", "logits_weight", "min_windows"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         for name in (
             "batch_size", "gradient_accumulation_steps", "learning_rate", "unfrozen_learning_rate", "save_steps"
         ):  # fmt: skip
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.steps and not self.attention_weight and not self.logits_weight:
             raise ValueError("attention_weight and logits_weight are both 0: there is nothing to learn from")

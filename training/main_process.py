@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
-__all__ = ["in_main_process"]
+__all__ = ["exit_code", "in_main_process"]
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """What `main` returns; 130, with one line in place of a traceback, where it is interrupted (Ctrl-C)."""
+    try:
+        return main()
+    except KeyboardInterrupt:
+        print("interrupted; the same command with --resume goes on from the last checkpoint, if any", file=sys.stderr)
+        return 130
 
 
 def in_main_process(work: Callable[[], Any]) -> None:

@@ -11,6 +11,7 @@ end. With several GPUs, start the script with `accelerate launch`.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -76,10 +77,10 @@ class ProxyDistillation:
 
     def __post_init__(self) -> None:
         for name in ("steps", "next_token_weight", "weight_decay"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         for name in ("batch_size", "gradient_accumulation_steps", "learning_rate", "temperature", "save_steps"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.seconds is not None and not self.seconds > 0:
             raise ValueError(f"seconds must be positive, got {self.seconds}")

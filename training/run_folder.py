@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nearfar.modeling.atomic_file import write_beside
+from nearfar.modeling.atomic_file import check_writable, write_beside
 
 __all__ = [
     "RUN_NAME",
@@ -65,8 +65,9 @@ def check_run(folder: str | Path, settings: dict[str, Any], resume: bool) -> boo
         resume: whether an unfinished one is to be gone on with.
 
     Raises:
-        ValueError: it has other settings, or is unfinished and not to be resumed.
+        ValueError: it has other settings, or is unfinished and not to be resumed; no folder that can be written.
     """
+    check_writable(folder)
     run = read_run(folder)
     if run is None:
         return False

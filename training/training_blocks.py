@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nearfar.training.token_blocks import TokenBlocks, load_token_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["blocks_at_once", "even_shares", "load_training_blocks"]
+__all__ = ["blocks_at_once", "check_numbers", "even_shares", "load_training_blocks"]
 
 # Blocks that a device holds at once, unless it is told.
 _MOST_AT_ONCE = 8
@@ -92,6 +93,25 @@ def even_shares(
         count = min(len(blocks), most)
         shared[name] = blocks.part(0, count // share * share if processes > 1 and count > share else count)
     return shared
+
+
+def check_numbers(options: Any, above_zero: Sequence[str], not_negative: Sequence[str]) -> None:
+    """Refuse what would fail, or train to NaN, after minutes; `seed` is looked at too.
+
+    Args:
+        options: has the attributes named, each that of an argument `--name`.
+
+    Raises:
+        ValueError: a number out of range, infinite or NaN.
+    """
+    for name in above_zero:
+        if not 0 < getattr(options, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {getattr(options, name)}")
+    for name in not_negative:
+        if not 0 <= getattr(options, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(options, name)}")
+    if not 0 <= options.seed < 1 << 32:
+        raise ValueError(f"--seed must be 0 or more and below 2^32, got {options.seed}")
 
 
 def blocks_at_once(batch_size: int, processes: int, wanted: int | None = None, *, kind: str = "blocks") -> int:
