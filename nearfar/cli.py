@@ -36,6 +36,7 @@ from nearfar.cli_loading import (
 )
 from nearfar.cli_machine import add_machine_arguments, find_device, find_dtype, set_threads
 from nearfar.cli_messages import UserError
+from nearfar.cli_output import check_out
 from nearfar.cli_prototypes import add_fit_prototypes
 from nearfar.cli_report import add_report
 from nearfar.cli_texts import HELD_OUT_ESSAYS
@@ -52,6 +53,7 @@ __all__ = [
     "add_machine_arguments",
     "add_scorers",
     "check_length",
+    "check_out",
     "find_device",
     "find_dtype",
     "kept_checkpoint",
