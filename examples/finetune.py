@@ -47,7 +47,7 @@ import nearfar  # noqa: F401  (the Auto classes learn its models)
 from nearfar.conversion.packaged_model import cache_root
 from nearfar.evaluation.machine import machine_report
 from nearfar.training.loss_bar import show_loss_bar
-from nearfar.training.main_process import exit_code
+from nearfar.training.main_process import run_main
 from nearfar.training.perplexity_log import LOG_NAME, PerplexityLog, read_perplexity_log
 from nearfar.training.run_folder import check_run, last_checkpoint, write_json, write_run
 from nearfar.training.token_blocks import TokenBlocks
@@ -441,4 +441,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(run_main(main))

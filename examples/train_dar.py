@@ -57,7 +57,7 @@ from nearfar.training.comparison_report import compared_with, comparison_figure,
 from nearfar.training.corpus_tokenizer import train_corpus_tokenizer
 from nearfar.training.digit_tokenizer import LEAST_VOCABULARY
 from nearfar.training.loss_bar import show_loss_bar
-from nearfar.training.main_process import exit_code, in_main_process
+from nearfar.training.main_process import in_main_process, run_main
 from nearfar.training.perplexity_log import PerplexityLog, read_perplexity_log, tokens_per_second
 from nearfar.training.run_folder import (
     check_run,
@@ -635,4 +635,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(run_main(main))

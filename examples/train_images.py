@@ -49,7 +49,7 @@ from nearfar.evaluation.machine import machine_report
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.training.flow_matching import TIMES, WEIGHTINGS
 from nearfar.training.image_training import ImageTrainer, ImageTraining, last_checkpoint
-from nearfar.training.main_process import exit_code
+from nearfar.training.main_process import run_main
 from nearfar.training.run_folder import check_run, replaced_folder, write_run
 
 LEARNING_RATES = {"muon": 3e-3, "mano": 6e-4, "adamw": 1e-3}
@@ -374,4 +374,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(run_main(main))

@@ -47,7 +47,7 @@ from nearfar.conversion.packaged_model import cache_root
 from nearfar.evaluation.machine import machine_report
 from nearfar.training.comparison_report import compared_with, comparison_figure, comparison_table
 from nearfar.training.loss_bar import show_loss_bar
-from nearfar.training.main_process import exit_code
+from nearfar.training.main_process import run_main
 from nearfar.training.matrix_optimizer import make_optimizer
 from nearfar.training.perplexity_log import PerplexityLog, read_perplexity_log, tokens_per_second
 from nearfar.training.run_folder import (
@@ -459,4 +459,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(run_main(main))

@@ -51,7 +51,7 @@ from nearfar.evaluation.needle_documents import (
 from nearfar.evaluation.text_pieces import read_text_pieces
 from nearfar.modeling.atomic_file import write_beside
 from nearfar.training.digit_tokenizer import train_digit_tokenizer
-from nearfar.training.main_process import exit_code, in_main_process
+from nearfar.training.main_process import in_main_process, run_main
 from nearfar.training.needle_curriculum import NEEDLE_PLANS, NeedlePlan, read_plan
 from nearfar.training.needle_training import NeedleTrainer, NeedleTraining, last_checkpoint
 from nearfar.training.run_folder import check_run, replaced_folder, write_json, write_run
@@ -533,4 +533,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(run_main(main))

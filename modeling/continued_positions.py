@@ -43,6 +43,8 @@ def check_positions_continue(
         f"New tokens of row {row} begin at position {begin}, and the cache has seen {seen} tokens of it. Give "
         "generate the whole text, which must be longer than what the cache has seen, or the new ids alone with an "
         "attention_mask of the whole text's length; no use_cache=False beside a cache; and assisted decoding an empty "
-        "cache, for it feeds the whole text again. What the cache has seen as tokens cannot become padding later: "
-        "where answers of a batch ended early, leave the mask at 1 behind them, or give each row a cache of its own."
+        "cache, for it feeds the whole text again. Without an attention_mask generate takes pad_token_id for padding "
+        "wherever it stands: give torch.ones_like(ids) where it is text. What the cache has seen as tokens cannot "
+        "become padding later: where answers of a batch ended early, leave the mask at 1 behind them, or give each "
+        "row a cache of its own."
     )

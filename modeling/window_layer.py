@@ -15,7 +15,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.is_initialized:
+        if self.is_initialized and self.keys.numel():  # `early_initialization` leaves them empty, of one dimension
             check_batch_and_dtype(key_states, self.keys.shape[0], self.keys.dtype)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if self.keys.untyped_storage().nbytes() > 2 * self.keys.nbytes:

@@ -151,7 +151,7 @@ def _sample(args: argparse.Namespace) -> int:
     check_out(out.parent)
     from PIL import Image
 
-    if out.suffix.lower() not in Image.registered_extensions():
+    if Image.registered_extensions().get(out.suffix.lower()) not in Image.SAVE:  # Pillow reads more than it writes
         raise UserError(f"--out {out}: Pillow writes no {out.suffix} files; give a name such as {out.stem}.png")
     from nearfar.evaluation.image_grid import write_grid
 

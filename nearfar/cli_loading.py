@@ -75,7 +75,9 @@ def loading_errors(source: str) -> Iterator[None]:
     except Exception as error:  # a damaged file makes the libraries raise errors of any kind
         nowhere = "it is no folder here, and: " if isinstance(error, OSError) and not Path(source).exists() else ""
         why = str(error).partition(" Model type should be one of")[0]  # hundreds of names follow
-        raise UserError(f"cannot load {source}: {nowhere}{why or type(error).__name__}") from error
+        if not why or not isinstance(error, (OSError, ValueError)):
+            why = f"{type(error).__name__}: {why}".removesuffix(": ")
+        raise UserError(f"cannot load {source}: {nowhere}{why}") from error
 
 
 def check_tokenizer(source: str) -> None:

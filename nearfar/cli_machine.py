@@ -40,10 +40,11 @@ def find_device(args: argparse.Namespace) -> torch.device:
         raise UserError(f"unknown device {args.device!r}; try cpu or cuda") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"there is no device {args.device}: {torch.cuda.device_count()} CUDA devices were found")
-    try:
-        torch.ones(1, device=device).item()
-    except (RuntimeError, NotImplementedError, AssertionError):  # of a kind that this torch was not built for, or meta
-        raise UserError(f"--device {args.device} does not work here; try cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):  # one that this torch may not have been built for, or meta
+        try:
+            torch.ones(1, device=device).item()
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
+            raise UserError(f"--device {args.device} does not work here ({error}); try cpu or cuda") from error
     return device
 
 

@@ -161,6 +161,7 @@ def _error(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
         (["demo", "--out", "TEXT/out"], "text.txt is a file; give another"),
         (["sample-images", "--model", "m", "--out", "TEXT/grid.png"], "--out TEXT is a file; give a folder"),
         (["sample-images", "--model", "m", "--out", "grid.doc"], "Pillow writes no .doc files"),
+        (["sample-images", "--model", "m", "--out", "grid.psd"], "Pillow writes no .psd files"),
         (["eval", "needles", "m", "--out", "TEXT/out"], "text.txt is a file; give another"),
         (["eval", "latency", "m", "--out", "TEXT/out"], "text.txt is a file; give another"),
         (["train-mapper", "--proxy", "a", "--target", "b", "--out", "TEXT/out"], "text.txt is a file; give another"),
@@ -237,7 +238,7 @@ def test_what_the_configuration_can_tell(
     def never(*args: object) -> None:
         raise AssertionError("the weights were read")
 
-    monkeypatch.setattr(cli, "load_model", never)
+    monkeypatch.setattr(cli_loading, "load_model", never)
     generate = ["generate", "--prompt", "a", "--model"]
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     other, bare, far = (tmp_path / name for name in ("other", "bare", "far"))

@@ -123,6 +123,15 @@ def test_bad_plans(changes: dict[str, Any], message: str) -> None:
         plan(**changes)
 
 
+def test_plans_from_before_questions_had_a_loss_are_the_same() -> None:
+    """Or runs begun with them could not be gone on with."""
+    stages = plan().to_dict()["stages"]
+    assert all("question_weight" not in stage for stage in stages)
+    asking = plan(stages=(dataclasses.replace(STAGE, question_weight=0.5),))
+    assert asking.to_dict()["stages"][0]["question_weight"] == 0.5
+    assert NeedlePlan.from_dict(asking.to_dict()) == asking
+
+
 def test_bad_plan_files(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     good = plan().to_dict()

@@ -436,6 +436,17 @@ def test_a_crop_of_nothing_behind_a_full_window() -> None:
     assert torch.equal(found, wanted)
 
 
+@torch.no_grad()
+def test_layers_initialised_in_advance() -> None:
+    """What transformers' export does; their keys are empty until something is read."""
+    model, ids = tiny_model("gemma3"), random_ids(2, 9)
+    config, argument = model.config.get_text_config(), cache_argument(model)
+    early, lazy = UnevenCache(model, budget=12), UnevenCache(model, budget=12)
+    early.early_initialization(2, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
+    found, wanted = (model(ids, **{argument: cache}).logits for cache in (early, lazy))
+    assert torch.equal(found, wanted)
+
+
 def test_a_context_loaded_with_other_settings(tmp_path) -> None:
     model = tiny_model()
     cache = UnevenCache(model, budget=12, sink_tokens=2, eviction_interval=3)

@@ -11,7 +11,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from nearfar.training.comparison_report import compared_with, comparison_figure, comparison_table
 from nearfar.training.loss_bar import LossBar, show_loss_bar
-from nearfar.training.main_process import exit_code, in_main_process
+from nearfar.training.main_process import in_main_process, run_main
 from nearfar.training.token_blocks import TokenBlocks, load_token_blocks
 from nearfar.training.training_blocks import blocks_at_once, even_shares, load_training_blocks
 
@@ -68,8 +68,8 @@ def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted() -> int:
         raise KeyboardInterrupt
 
-    assert exit_code(lambda: 3) == 3
-    assert exit_code(interrupted) == 130
+    assert run_main(lambda: 3) == 3
+    assert run_main(interrupted) == 130
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
-__all__ = ["exit_code", "in_main_process"]
+__all__ = ["in_main_process", "run_main"]
 
 
-def exit_code(main: Callable[[], int]) -> int:
+def run_main(main: Callable[[], int]) -> int:
     """What `main` returns; 130, with one line in place of a traceback, where it is interrupted (Ctrl-C)."""
     try:
         return main()

@@ -175,8 +175,12 @@ class NeedlePlan:
             raise ValueError(f"warmup_steps and clip must be 0 or more, got {self.warmup_steps} and {self.clip}")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` reads it."""
-        return {**dataclasses.asdict(self), "stages": [dataclasses.asdict(stage) for stage in self.stages]}
+        """JSON-ready; `from_dict` reads it. A `question_weight` of 0 is left out, as in what was written before it."""
+        stages = [dataclasses.asdict(stage) for stage in self.stages]
+        for stage in stages:
+            if not stage["question_weight"]:
+                del stage["question_weight"]
+        return {**dataclasses.asdict(self), "stages": stages}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> NeedlePlan:
