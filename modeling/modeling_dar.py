@@ -92,7 +92,7 @@ class DARAttention(GPTNeoXAttention):
         if self.squashes:
             bottleneck = bottleneck.sigmoid()
         if layer is not None:
-            layer.check_kind(bottleneck)
+            layer.check_dtype_and_device(bottleneck)
         heads = states.shape[-1] // (3 * self.head_size)
         far = self._far_pairs(bottleneck, heads, cos, sin, layer)
 

@@ -222,7 +222,19 @@ class PrunedCache(Cache):
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def attend(self, layer: RaggedLayer, call: AttentionCall) -> AttentionOutput:
-        """Attention of one layer's new tokens over what is kept and themselves; then eviction where it is due."""
+        """Attention of one layer's new tokens over what is kept and themselves; then eviction where it is due.
+
+        Args:
+            layer: the layer's state.
+            call: query `(batch, heads, n, head_dim)`, keys and values `(batch, key-value heads, n, head_dim)`.
+
+        Returns:
+            `(batch, n, heads, head_dim)` as stock attention functions give it, and no weights.
+
+        Raises:
+            ValueError: what pruning does not support, or positions of several new tokens that overlap with those of
+                the cache; `position_ids=None` is not checked.
+        """
         refuse_unsupported(call)
         batch, _, n, _ = call.keys.shape
         if layer.is_first and layer.record_past and not self._held:

@@ -11,9 +11,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .attention_dispatch import AttentionCall, AttentionOutput, CacheHandle, take_over
 from .budgets import Candidates
+from .new_states import check_batch_and_dtype
 from .ragged_store import RaggedStore
 from .resting_pairs import RestingPairs, put_to_rest, wake_up
-from .window_layer import check_batch_and_dtype
 
 if TYPE_CHECKING:
     from .pruned_cache import PrunedCache

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from .new_states import check_batch_and_dtype
+
 
 class WindowLayer(DynamicSlidingWindowLayer):
     """transformers' sliding-window layer, which keeps the window as a view of the whole prompt; here as a copy."""
@@ -26,21 +28,3 @@ class WindowLayer(DynamicSlidingWindowLayer):
         """As in transformers, but nothing to remove is no error once the window is full."""
         if tokens_to_remove != 0 or self.record_past:
             super().crop(tokens_to_remove)
-
-
-def check_batch_and_dtype(key_states: torch.Tensor, batch: int, dtype: torch.dtype) -> None:
-    """Refuse new states, `(rows, …)`, that do not go with the `batch` rows of `dtype` which a cache holds.
-
-    Raises:
-        ValueError: another number of rows, or another dtype.
-    """
-    if key_states.shape[0] != batch:
-        raise ValueError(
-            f"The cache holds {batch} row(s) and got {key_states.shape[0]}: call reset() before another batch, or "
-            "batch_repeat_interleave / batch_select_indices to change the rows."
-        )
-    if key_states.dtype != dtype:
-        raise ValueError(
-            f"The cache holds {dtype} and the model computes in {key_states.dtype}: use the model in the dtype the "
-            "context was read in."
-        )

@@ -100,7 +100,7 @@ class DARCacheLayer(CacheLayerMixin):
             "default) with other models."
         )
 
-    def check_kind(self, bottleneck: torch.Tensor) -> None:
+    def check_dtype_and_device(self, bottleneck: torch.Tensor) -> None:
         """Raise a `ValueError` unless new bottlenecks are of the dtype (but for autocast) and device of those held."""
         held = self.bottlenecks
         if held is None:
